@@ -1,0 +1,92 @@
+"""Every exception that qwen35 raises.
+
+::
+
+    Qwen35Error
+    ├── ConfigurationError      settings, adapter names, experiment options
+    │   └── UnknownNameError    a name that is not known; lists the known ones and the nearest
+    ├── ContractError           a call whose tensors do not meet the contract (also ValueError)
+    │   ├── ShapeError
+    │   ├── DtypeError
+    │   ├── DeviceError
+    │   ├── LayoutError         strides, aliasing or alignment
+    │   └── ValueRangeError     slots, cu_seqlens, rows, parents, last: values out of range
+    ├── UnsupportedError        a legal call that this adapter cannot honour; ``reasons`` says why
+    ├── UnavailableError        an adapter that cannot be used on this machine; ``reasons`` says why
+    ├── CaptureError            something that is not legal inside CUDA graph capture
+    ├── ClosedError             use of an adapter or service after ``close()``
+    └── CheckpointError         a model directory that cannot be loaded
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class Qwen35Error(Exception):
+    """Base of every exception that qwen35 raises."""
+
+
+class ConfigurationError(Qwen35Error, ValueError):
+    """A setting or option that cannot be honoured."""
+
+
+class UnknownNameError(ConfigurationError):
+    """A name that is not known: ``kind`` of thing, the ``name`` given and the ``known`` ones."""
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        self.kind, self.name, self.known = kind, name, tuple(sorted(known))
+        nearest = difflib.get_close_matches(name, self.known, n=1, cutoff=0.4)
+        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
+        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(self.known) or 'none'}.{hint}")
+
+
+class ContractError(Qwen35Error, ValueError):
+    """A call that does not meet the contract. Nothing was written."""
+
+
+class ShapeError(ContractError):
+    """A tensor of the wrong shape."""
+
+
+class DtypeError(ContractError):
+    """A tensor of the wrong dtype."""
+
+
+class DeviceError(ContractError):
+    """A tensor on the wrong device."""
+
+
+class LayoutError(ContractError):
+    """A tensor whose strides or alignment the contract does not allow."""
+
+
+class ValueRangeError(ContractError):
+    """A slot, offset, row, parent or node number out of its range."""
+
+
+class _WithReasons(Qwen35Error):
+    def __init__(self, what: str, reasons: Iterable[str]) -> None:
+        self.what, self.reasons = what, tuple(reasons)
+        super().__init__(f"{what}: {'; '.join(self.reasons)}")
+
+
+class UnsupportedError(_WithReasons):
+    """A legal call that this adapter cannot honour. Nothing was written."""
+
+
+class UnavailableError(_WithReasons):
+    """An adapter that cannot be used on this machine."""
+
+
+class CaptureError(Qwen35Error, RuntimeError):
+    """Something that is not legal inside CUDA graph capture."""
+
+
+class ClosedError(Qwen35Error, RuntimeError):
+    """Use after ``close()``."""
+
+
+class CheckpointError(Qwen35Error, ValueError):
+    """A model directory that cannot be loaded."""

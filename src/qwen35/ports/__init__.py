@@ -1,0 +1,1 @@
+"""What the library needs from a kernel: Protocols and their call objects."""

@@ -1,0 +1,31 @@
+"""How an adapter is found: the value behind one entry point of the group ``qwen35.adapters``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from qwen35.domain.capabilities import Support
+from qwen35.domain.platform import Platform
+
+#: Entry points are named "<port>.<adapter>", for example "gated_delta_rule.triton".
+ENTRY_POINT_GROUP = "qwen35.adapters"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterEntry:
+    """One adapter of one port.
+
+    ``probe(platform)`` says whether the adapter can be used there and why not; it never raises and imports
+    nothing that changes the process. ``create(platform)`` imports the kernel package and makes the adapter;
+    it is called only where the probe allowed it. ``rank`` orders the automatic choice among usable adapters
+    without deviations: the highest wins.
+    """
+
+    port: str
+    name: str
+    summary: str
+    probe: Callable[[Platform], Support]
+    create: Callable[[Platform], Any]
+    rank: int = 0

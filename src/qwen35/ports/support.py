@@ -1,0 +1,106 @@
+"""From capabilities to an answer for one call or plan: the reasons that every adapter shares."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Set
+
+import torch
+
+from qwen35.domain.capabilities import Capabilities, GateKind, Phase, Support
+from qwen35.ports.conv_calls import ConvCommitCall, ConvDecodeCall, ConvExtendCall, ConvPlan, ConvVerifyCall
+from qwen35.ports.gdn_calls import CommitCall, DecodeCall, ExtendCall, GdnPlan, LogGates, VerifyCall
+from qwen35.ports.gdn_checks import call_geometry
+
+_GdnCall = DecodeCall | ExtendCall | VerifyCall | CommitCall
+_ConvCall = ConvDecodeCall | ConvExtendCall | ConvVerifyCall | ConvCommitCall
+
+PHASE_OF: dict[type, Phase] = {
+    DecodeCall: Phase.DECODE, ExtendCall: Phase.EXTEND, VerifyCall: Phase.VERIFY, CommitCall: Phase.COMMIT,
+    ConvDecodeCall: Phase.DECODE, ConvExtendCall: Phase.EXTEND, ConvVerifyCall: Phase.VERIFY,
+    ConvCommitCall: Phase.COMMIT,
+}  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """"float32" for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def requires(what: str, allowed: Set[object] | None, got: object) -> str | None:
+    """"X requires Y, got Z" where ``got`` is not allowed; None allows everything."""
+    if allowed is None or got in allowed:
+        return None
+    return f"{what} requires {' or '.join(sorted(map(str, allowed)))}, got {got}"
+
+
+def _answer(reasons: Iterable[str | None]) -> Support:
+    return Support.of(*(r for r in reasons if r is not None))
+
+
+def plan_support(can: Capabilities, plan: GdnPlan) -> Support:
+    """Whether an adapter with capabilities ``can`` can serve ``plan``."""
+    g = plan.geometry
+    return _answer((
+        requires("device", can.device_types, plan.device.type),
+        requires("state dtype", can.state_dtypes, dtype_name(plan.state_dtype)),
+        requires("token dtype", can.token_dtypes, dtype_name(plan.token_dtype)),
+        requires("key width", can.key_widths, g.key_width),
+        requires("value width", can.value_widths, g.value_width),
+        requires("head ratio", can.head_ratios, g.head_ratio),
+        "verify is not offered" if plan.max_draft and Phase.VERIFY not in can.phases else None,
+    ))  # fmt: skip
+
+
+def call_support(can: Capabilities, call: _GdnCall) -> Support:
+    """Whether an adapter with capabilities ``can`` can honour ``call``, with every reason against it."""
+    phase = PHASE_OF[type(call)]
+    reasons: list[str | None] = [
+        None if phase in can.phases else f"{phase} is not offered",
+        requires("device", can.device_types, call.states.device.type),
+        requires("state dtype", can.state_dtypes, dtype_name(call.states.dtype)),
+    ]
+    if not isinstance(call, CommitCall):
+        g = call_geometry(call)
+        kind = GateKind.LOG if isinstance(call.gates, LogGates) else GateKind.RAW
+        reasons += [
+            requires("token dtype", can.token_dtypes, dtype_name(call.q.dtype)),
+            requires("gates", can.gates, kind),
+            requires("key width", can.key_widths, g.key_width),
+            requires("value width", can.value_widths, g.value_width),
+            requires("head ratio", can.head_ratios, g.head_ratio),
+        ]
+    if isinstance(call, VerifyCall) and call.parents is not None and not can.trees:
+        reasons.append("verify requires a chain, got a tree (parents)")
+    if isinstance(call, ExtendCall) and call.checkpoints is not None:
+        every = call.checkpoints.every
+        if not can.checkpoints:
+            reasons.append("checkpoints are not offered")
+        elif every % can.checkpoint_multiple:
+            reasons.append(f"checkpoints require a multiple of {can.checkpoint_multiple} tokens, got {every}")
+    return _answer(reasons)
+
+
+def conv_plan_support(can: Capabilities, plan: ConvPlan) -> Support:
+    """Whether an adapter with capabilities ``can`` can serve ``plan``."""
+    return _answer((
+        requires("device", can.device_types, plan.device.type),
+        requires("window dtype", can.state_dtypes, dtype_name(plan.window_dtype)),
+        requires("token dtype", can.token_dtypes, dtype_name(plan.token_dtype)),
+        requires("convolution width", can.conv_widths, plan.width),
+    ))  # fmt: skip
+
+
+def conv_call_support(can: Capabilities, call: _ConvCall) -> Support:
+    """Whether an adapter with capabilities ``can`` can honour ``call``, with every reason against it."""
+    phase = PHASE_OF[type(call)]
+    reasons: list[str | None] = [
+        None if phase in can.phases else f"{phase} is not offered",
+        requires("device", can.device_types, call.windows.device.type),
+        requires("window dtype", can.state_dtypes, dtype_name(call.windows.dtype)),
+        requires("convolution width", can.conv_widths, call.windows.shape[-1] + 1),
+    ]
+    if not isinstance(call, ConvCommitCall):
+        reasons.append(requires("token dtype", can.token_dtypes, dtype_name(call.x.dtype)))
+    if isinstance(call, ConvVerifyCall) and call.parents is not None and not can.trees:
+        reasons.append("verify requires a chain, got a tree (parents)")
+    return _answer(reasons)
