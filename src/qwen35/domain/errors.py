@@ -66,17 +66,17 @@ class ValueRangeError(ContractError):
     """A slot, offset, row, parent or node number out of its range."""
 
 
-class _WithReasons(Qwen35Error):
+class _ReasonsError(Qwen35Error):
     def __init__(self, what: str, reasons: Iterable[str]) -> None:
         self.what, self.reasons = what, tuple(reasons)
         super().__init__(f"{what}: {'; '.join(self.reasons)}")
 
 
-class UnsupportedError(_WithReasons):
+class UnsupportedError(_ReasonsError):
     """A legal call that this adapter cannot honour. Nothing was written."""
 
 
-class UnavailableError(_WithReasons):
+class UnavailableError(_ReasonsError):
     """An adapter that cannot be used on this machine."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -97,15 +98,17 @@ def offsets(cu_seqlens: Tensor, tokens: int, seq_lens_host: tuple[int, ...] | No
     values = cu_seqlens.tolist()
     if values[0] != 0:
         raise ValueRangeError(f"cu_seqlens must start at 0, got {values[0]}")
-    for i, (left, right) in enumerate(zip(values, values[1:], strict=False)):
+    for i, (left, right) in enumerate(pairwise(values)):
         if right < left:
             raise ValueRangeError(f"cu_seqlens must not decrease, got {left} then {right} at {i + 1}")
     if values[-1] != tokens:
         raise ValueRangeError(f"cu_seqlens must end at T = {tokens}, got {values[-1]}")
     if seq_lens_host is not None:
-        lengths = tuple(b - a for a, b in zip(values, values[1:], strict=False))
+        lengths = tuple(b - a for a, b in pairwise(values))
         if lengths != tuple(seq_lens_host):
-            raise ValueRangeError(f"seq_lens_host {list(seq_lens_host)} differs from cu_seqlens' lengths {list(lengths)}")
+            raise ValueRangeError(
+                f"seq_lens_host must equal cu_seqlens' lengths {list(lengths)}, got {list(seq_lens_host)}"
+            )
 
 
 def host_lengths(seq_lens_host: tuple[int, ...], sequences: int, tokens: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from qwen35.domain.capabilities import Support
 from qwen35.domain.platform import Platform
@@ -14,12 +14,20 @@ ENTRY_POINT_GROUP = "qwen35.adapters"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterOptions:
+    """Settings that concern single adapters. ``prefill_split``: the sequence-split prefill kernel, where there
+    is one."""
+
+    prefill_split: Literal["auto", "on", "off"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterEntry:
     """One adapter of one port.
 
     ``probe(platform)`` says whether the adapter can be used there and why not; it never raises and imports
-    nothing that changes the process. ``create(platform)`` imports the kernel package and makes the adapter;
-    it is called only where the probe allowed it. ``rank`` orders the automatic choice among usable adapters
+    nothing that changes the process. ``create(platform, options)`` imports the kernel package and makes the
+    adapter; it is called only where the probe allowed it. ``rank`` orders the automatic choice among usable adapters
     without deviations: the highest wins.
     """
 
@@ -27,5 +35,5 @@ class AdapterEntry:
     name: str
     summary: str
     probe: Callable[[Platform], Support]
-    create: Callable[[Platform], Any]
+    create: Callable[[Platform, AdapterOptions], Any]
     rank: int = 0

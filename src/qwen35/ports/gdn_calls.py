@@ -105,7 +105,7 @@ class ExtendResult:
 class VerifyCall:
     """Draft tokens: q, k [B, T, H, K], v [B, T, HV, V], gates [B, T, HV], slots [B], out [B, T, HV, V].
 
-    ``intermediates`` [R, T', HV, V, K], T' at least T: batch row i writes row ``rows[i]`` (None: row i); node t of it is
+    ``intermediates`` [R, T', HV, V, K], T' at least T: batch row i writes row ``rows[i]`` (None: row i); node t holds
     the state after that node. Only padding rows may share a row, and they write none.
     ``parents`` [B, T] int32: the node each node continues from, -1 for the pool's state; a parent comes
     before its child. None: a chain.

@@ -1,0 +1,52 @@
+"""The only place where adapters meet services."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dependency_injector import containers, providers
+
+from qwen35.ports.adapter import AdapterEntry
+from qwen35.services.assembly import make_gated_delta_rule, make_registry, make_short_convolution
+from qwen35.services.counters import Counters
+from qwen35.services.platform import detect_platform
+from qwen35.services.registry import AdapterRegistry
+from qwen35.settings import Settings, load_settings
+
+
+class Container(containers.DeclarativeContainer):
+    """Every object of a running library, each made once."""
+
+    settings = providers.Dependency(instance_of=Settings)
+    extra_adapters = providers.Object(())
+    platform = providers.Singleton(detect_platform, settings.provided.device)
+    counters = providers.Singleton(Counters)
+    registry = providers.Singleton(make_registry, settings, platform, extra_adapters)
+    gated_delta_rule = providers.Singleton(make_gated_delta_rule, settings, registry, counters)
+    short_convolution = providers.Singleton(make_short_convolution, settings, registry, counters)
+
+
+def build(
+    settings: Settings | None = None, *, adapters: Iterable[AdapterEntry] = (), **overrides: Any
+) -> Container:
+    """The wired container.
+
+    ``settings`` (None: environment and ``qwen35.toml``) with ``overrides`` of single settings on top;
+    ``adapters`` are known besides the installed ones (fakes, experiments). Services are made at once, so an
+    unknown or unusable choice raises here: ``ConfigurationError`` or ``UnavailableError``.
+    """
+    container = Container(
+        settings=load_settings(settings, **overrides), extra_adapters=providers.Object(tuple(adapters))
+    )
+    container.gated_delta_rule()
+    container.short_convolution()
+    return container
+
+
+def adapter(port: str, name: str, *, device: str = "auto") -> Any:
+    """A new adapter by port and name: ``adapter("gated_delta_rule", "triton")``.
+
+    Raises ``UnknownNameError`` or, where it cannot be used on this machine, ``UnavailableError``.
+    """
+    return AdapterRegistry(detect_platform(device)).adapter(port, name)

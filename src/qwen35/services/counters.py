@@ -1,0 +1,34 @@
+"""How often which adapter served, fell back and why: labels and integers, readable from Python."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+
+
+class Counters:
+    """Thread-safe counters, each a name with sorted labels.
+
+    No host code runs in a graph replay, so calls are labelled ``mode="eager"`` or ``mode="captured"``.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._values: Counter[tuple[str, tuple[tuple[str, str], ...]]] = Counter()
+
+    def add(self, name: str, /, **labels: str) -> None:
+        """Add one to the counter ``name`` with these labels."""
+        with self._lock:
+            self._values[name, tuple(sorted(labels.items()))] += 1
+
+    def total(self, name: str, **labels: str) -> int:
+        """The sum over every counter ``name`` whose labels include ``labels``."""
+        wanted = set(labels.items())
+        with self._lock:
+            return sum(v for (n, have), v in self._values.items() if n == name and wanted <= set(have))
+
+    def snapshot(self) -> Mapping[tuple[str, tuple[tuple[str, str], ...]], int]:
+        """A copy of every counter."""
+        with self._lock:
+            return dict(self._values)

@@ -1,0 +1,159 @@
+"""The gated delta rule as the container offers it: an adapter a phase, checked where asked, counted always."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+from torch import Tensor
+
+from qwen35.domain.capabilities import Capabilities, Phase, Support
+from qwen35.domain.errors import UnsupportedError
+from qwen35.ports.gated_delta_rule import (
+    CommitCall,
+    DecodeCall,
+    ExtendCall,
+    ExtendResult,
+    GatedDeltaRule,
+    GdnCall,
+    GdnPlan,
+    VerifyCall,
+)
+from qwen35.ports.gdn_checks import check_commit, check_decode, check_extend, check_verify
+from qwen35.ports.support import PHASE_OF
+from qwen35.services.counters import Counters
+from qwen35.services.routing import Decision, Route, capturing
+
+PORT = "gated_delta_rule"
+_CHECKS: Mapping[type, Callable[..., None]] = {
+    DecodeCall: check_decode, ExtendCall: check_extend, VerifyCall: check_verify, CommitCall: check_commit,
+}  # fmt: skip
+
+
+class GatedDeltaRuleService:
+    """Routes each phase to its adapter (commit goes with verify).
+
+    ``adapters`` maps decode, extend and verify to (name, adapter). In ``checked`` mode the values of slots,
+    offsets, rows and parents are read from the device before each eager call, which synchronises.
+    """
+
+    def __init__(
+        self, adapters: Mapping[Phase, tuple[str, GatedDeltaRule]], counters: Counters,
+        fallback: tuple[str, GatedDeltaRule] | None = None, checked: bool = False,
+    ) -> None:  # fmt: skip
+        self._adapters = {**adapters, Phase.COMMIT: adapters[Phase.VERIFY]}
+        self._fallback, self._checked, self._counters = fallback, checked, counters
+        (d_name, d), (e_name, e), (v_name, v) = (adapters[p] for p in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY))
+        f_name, f = fallback or ("", None)
+        self._decode = Route(
+            PORT, Phase.DECODE, (d_name, d.decode), None if f is None else (f_name, f.decode), counters
+        )
+        self._extend = Route(
+            PORT, Phase.EXTEND, (e_name, e.extend), None if f is None else (f_name, f.extend), counters
+        )
+        self._verify = Route(
+            PORT, Phase.VERIFY, (v_name, v.verify), None if f is None else (f_name, f.verify), counters
+        )
+        self._commit = Route(
+            PORT, Phase.COMMIT, (v_name, v.commit), None if f is None else (f_name, f.commit), counters
+        )
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What every phase's chosen adapter can do at once; the fallback is not counted in."""
+        by_phase = {phase: adapter.capabilities for phase, (_, adapter) in self._adapters.items()}
+        merged = by_phase[Phase.DECODE]
+        for can in by_phase.values():
+            merged = _both(merged, can)
+        return replace(
+            merged,
+            phases=frozenset(p for p, can in by_phase.items() if p in can.phases),
+            trees=by_phase[Phase.VERIFY].trees,
+            checkpoints=by_phase[Phase.EXTEND].checkpoints,
+            checkpoint_multiple=by_phase[Phase.EXTEND].checkpoint_multiple,
+            captures_extend=by_phase[Phase.EXTEND].captures_extend,
+            precision=MappingProxyType({p: can.precision[p] for p, can in by_phase.items() if p in can.precision}),
+        )
+
+    @property
+    def decisions(self) -> tuple[Decision, ...]:
+        """Who served the latest call of each phase, and why."""
+        return tuple(route.last for route in (self._decode, self._extend, self._verify, self._commit))
+
+    def prepare(self, plan: GdnPlan) -> None:
+        """Prepare every chosen adapter and the fallback. Raises ``UnsupportedError`` where a chosen adapter
+        cannot serve the plan and no fallback is configured."""
+        for name, adapter in {id(a): (n, a) for n, a in self._adapters.values()}.values():
+            try:
+                adapter.prepare(plan)
+            except UnsupportedError as exc:
+                if self._fallback is None:
+                    raise
+                for reason in exc.reasons:
+                    self._counters.add("plans_refused", port=PORT, adapter=name, reason=reason)
+        if self._fallback is not None:
+            self._fallback[1].prepare(plan)
+
+    def supports(self, call: GdnCall) -> Support:
+        """Whether the phase's adapter, or else the fallback, would honour ``call``."""
+        support = self._adapters[PHASE_OF[type(call)]][1].supports(call)
+        if support or self._fallback is None:
+            return support
+        second = self._fallback[1].supports(call)
+        return second if second else Support.of(*support.reasons, *second.reasons)
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        """See the port."""
+        self._check(call)
+        return self._decode(call)
+
+    def extend(self, call: ExtendCall) -> ExtendResult:
+        """See the port."""
+        self._check(call)
+        return self._extend(call)
+
+    def verify(self, call: VerifyCall) -> Tensor:
+        """See the port."""
+        self._check(call)
+        return self._verify(call)
+
+    def commit(self, call: CommitCall) -> None:
+        """See the port."""
+        self._check(call)
+        self._commit(call)
+
+    def refresh_parameters(self) -> int:
+        """Refresh the copies of every adapter in use."""
+        return sum(adapter.refresh_parameters() for adapter in self._distinct())
+
+    def close(self) -> None:
+        """Close every adapter in use."""
+        for adapter in self._distinct():
+            adapter.close()
+
+    def _distinct(self) -> list[GatedDeltaRule]:
+        used = [adapter for _, adapter in self._adapters.values()]
+        if self._fallback is not None:
+            used.append(self._fallback[1])
+        return list({id(adapter): adapter for adapter in used}.values())
+
+    def _check(self, call: GdnCall) -> None:
+        if self._checked and not capturing():
+            _CHECKS[type(call)](call, values=True)
+
+
+def _both(a: Capabilities, b: Capabilities) -> Capabilities:
+    """What two adapters can do both."""
+
+    def common(x: frozenset[int] | None, y: frozenset[int] | None) -> frozenset[int] | None:
+        return y if x is None else x if y is None else x & y
+
+    return replace(
+        a, gates=a.gates & b.gates, token_dtypes=a.token_dtypes & b.token_dtypes,
+        state_dtypes=a.state_dtypes & b.state_dtypes, device_types=a.device_types & b.device_types,
+        key_widths=common(a.key_widths, b.key_widths), value_widths=common(a.value_widths, b.value_widths),
+        head_ratios=common(a.head_ratios, b.head_ratios), byte_alignment=max(a.byte_alignment, b.byte_alignment),
+        min_compute_capability=max(a.min_compute_capability or (0, 0), b.min_compute_capability or (0, 0)),
+        deviations=MappingProxyType({**a.deviations, **b.deviations}),
+    )  # fmt: skip

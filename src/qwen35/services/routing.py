@@ -1,0 +1,83 @@
+"""One phase's way to its adapter: the chosen one, and where configured the one that serves what it refuses."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+
+from qwen35.domain.capabilities import Phase
+from qwen35.domain.errors import UnsupportedError
+from qwen35.services.counters import Counters
+
+logger = logging.getLogger("qwen35")
+
+Call = TypeVar("Call")
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Who serves a phase: ``adapter``, and the ``reasons`` why it is not the chosen one (none: it is)."""
+
+    port: str
+    phase: Phase
+    adapter: str
+    reasons: tuple[str, ...] = ()
+
+
+def capturing() -> bool:
+    """Whether the current stream is being captured into a CUDA graph."""
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+
+
+class Route(Generic[Call, Result]):
+    """Serves calls of one phase by ``primary``; by ``fallback`` what the primary refuses, counted by reason.
+
+    An adapter refuses with ``UnsupportedError`` before it writes anything, so the fallback gets the original
+    tensors. ``last`` is the decision of the latest call.
+    """
+
+    def __init__(
+        self, port: str, phase: Phase, primary: tuple[str, Callable[[Call], Result]],
+        fallback: tuple[str, Callable[[Call], Result]] | None, counters: Counters,
+    ) -> None:  # fmt: skip
+        self._port, self._phase, self._counters = port, phase, counters
+        self._name, self._serve = primary
+        self._fallback = fallback if fallback is not None and fallback[0] != self._name else None
+        self._told: set[tuple[str, ...]] = set()
+        self._chosen = Decision(port, phase, self._name)
+        self.last = self._chosen
+
+    def __call__(self, call: Call) -> Result:
+        """Serve ``call``; raises ``UnsupportedError`` where nobody can."""
+        mode = "captured" if capturing() else "eager"
+        try:
+            result = self._serve(call)
+        except UnsupportedError as exc:
+            return self._fall_back(call, exc, mode)
+        self.last = self._chosen
+        self._counters.add("calls", port=self._port, phase=self._phase, adapter=self._name, mode=mode)
+        return result
+
+    def _fall_back(self, call: Call, refused: UnsupportedError, mode: str) -> Result:
+        labels = {"port": self._port, "phase": str(self._phase), "mode": mode}
+        if self._fallback is None:
+            self._counters.add("refusals", adapter=self._name, **labels)
+            raise refused
+        name, serve = self._fallback
+        for reason in refused.reasons:
+            self._counters.add("fallbacks", adapter=name, instead_of=self._name, reason=reason, **labels)
+        if refused.reasons not in self._told:
+            self._told.add(refused.reasons)
+            logger.warning(
+                "%s %s: %s serves instead of %s: %s",
+                self._port, self._phase, name, self._name, "; ".join(refused.reasons),
+            )  # fmt: skip
+        result = serve(call)
+        self.last = Decision(self._port, self._phase, name, refused.reasons)
+        self._counters.add("calls", adapter=name, **labels)
+        return result

@@ -1,0 +1,94 @@
+"""The only place where our environment variables and files are read.
+
+Precedence: arguments, then environment (``QWEN35_GDN_DECODE`` and so on), then ``qwen35.toml`` in the working
+directory, then the defaults below. Settings are frozen; the container reads them once, when it is built.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+from pydantic import Field, ValidationError, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from qwen35.domain.errors import ConfigurationError, UnknownNameError
+
+ENVIRONMENT_PREFIX = "QWEN35_"
+FloatName = Literal["float32", "bfloat16", "float16"]
+
+
+class Settings(BaseSettings):
+    """What can be chosen. An adapter is named as ``qwen35 doctor`` lists it; "auto" takes the best usable one."""
+
+    model_config = SettingsConfigDict(
+        env_prefix=ENVIRONMENT_PREFIX, toml_file="qwen35.toml", frozen=True, extra="forbid", env_ignore_empty=True
+    )
+
+    gdn_decode: str = Field("auto", description="adapter of the gated delta rule for decode")
+    gdn_extend: str = Field("auto", description="adapter for extend (prefill)")
+    gdn_verify: str = Field("auto", description="adapter for verify and commit")
+    gdn_fallback: str | None = Field(None, description="adapter that serves what the chosen one cannot; None: an error")
+    gdn_shadow: str | None = Field(None, description="'ADAPTER:RATE', a second adapter run on copies of sampled calls")
+    conv: str = Field("auto", description="adapter of the short convolution")
+    finalize: str = Field("auto", description="adapter of the fused finalize")
+    prefill_split: Literal["auto", "on", "off"] = Field("auto", description="FlashInfer's sequence-split prefill")
+    device: str = Field("auto", description="'cpu', 'cuda', 'cuda:1'; auto: a GPU where there is one")
+    dtype: FloatName | Literal["auto"] = Field("auto", description="of weights and tokens; auto: bfloat16 on a GPU")
+    state_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the GDN state pool")
+    checked: bool = Field(False, description="check values on the device too; synchronises at every eager call")
+
+    @field_validator("gdn_fallback", "gdn_shadow", mode="before")
+    @classmethod
+    def _none_is_none(cls, value: Any) -> Any:
+        return None if isinstance(value, str) and value.lower() in ("", "none") else value
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments, environment, qwen35.toml, in this order."""
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+
+def load_settings(base: Settings | None = None, **overrides: Any) -> Settings:
+    """Settings from the environment and file, or ``base``, with ``overrides`` on top.
+
+    Raises ``UnknownNameError`` for a setting that does not exist and ``ConfigurationError``, showing the value
+    and what is allowed, for one that is not valid.
+    """
+    for name in overrides:
+        if name not in Settings.model_fields:
+            raise UnknownNameError("setting", name, Settings.model_fields)
+    if base is None:
+        _refuse_unknown_variables()
+    values = {**(base.model_dump() if base else {}), **overrides}
+    try:
+        return Settings(**values)
+    except ValidationError as exc:
+        raise _translated(exc) from exc
+
+
+def _refuse_unknown_variables() -> None:
+    known = {(ENVIRONMENT_PREFIX + name).upper() for name in Settings.model_fields}
+    for variable in os.environ:
+        if variable.upper().startswith(ENVIRONMENT_PREFIX) and variable.upper() not in known:
+            raise UnknownNameError("environment variable", variable, known)
+
+
+def _translated(exc: ValidationError) -> ConfigurationError:
+    for error in exc.errors():
+        if error["type"] == "extra_forbidden":
+            return UnknownNameError("setting", str(error["loc"][0]), Settings.model_fields)
+    lines = [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in exc.errors()]
+    return ConfigurationError("settings: " + "; ".join(lines))
