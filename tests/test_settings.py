@@ -1,0 +1,62 @@
+"""Settings are read once, in one place, and a bad one is a clear error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qwen35.domain.errors import ConfigurationError, UnknownNameError
+from qwen35.settings import Settings, load_settings
+
+
+@pytest.fixture(autouse=True)
+def _empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_defaults_choose_automatically() -> None:
+    settings = load_settings()
+    assert (settings.gdn_decode, settings.conv, settings.gdn_fallback, settings.checked) == ("auto", "auto", None, False)
+
+
+def test_arguments_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "qwen35.toml").write_text('gdn_decode = "a"\ngdn_extend = "a"\nconv = "a"\n')
+    monkeypatch.setenv("QWEN35_GDN_DECODE", "b")
+    monkeypatch.setenv("QWEN35_GDN_EXTEND", "b")
+    settings = load_settings(gdn_decode="c")
+    assert (settings.gdn_decode, settings.gdn_extend, settings.conv) == ("c", "b", "a")
+
+
+def test_settings_are_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        load_settings().gdn_decode = "triton"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("name", ["gdn_decod", "prefil_split"])
+def test_a_misspelt_setting_names_the_nearest(name: str) -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean"):
+        load_settings(**{name: "x"})
+
+
+def test_a_misspelt_variable_names_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QWEN35_GDN_DECOD", "triton")
+    with pytest.raises(UnknownNameError, match="Did you mean 'QWEN35_GDN_DECODE'"):
+        load_settings()
+
+
+def test_a_misspelt_line_of_the_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "qwen35.toml").write_text('gdn_decoder = "triton"\n')
+    with pytest.raises(UnknownNameError, match="gdn_decode"):
+        load_settings()
+
+
+def test_a_bad_value_shows_itself_and_the_allowed_ones() -> None:
+    with pytest.raises(ConfigurationError, match=r"prefill_split = 'sometimes'.*'auto', 'on' or 'off'"):
+        load_settings(prefill_split="sometimes")
+
+
+def test_given_settings_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    base = Settings(conv="x")
+    monkeypatch.setenv("QWEN35_CONV", "y")
+    assert load_settings(base, gdn_decode="z").conv == "x"
