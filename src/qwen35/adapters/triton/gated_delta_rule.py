@@ -1,0 +1,235 @@
+"""Our Triton kernels behind the port of the gated delta rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from qwen35.domain.capabilities import Capabilities, Phase, Support
+from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
+from qwen35.domain.precision import Precision
+from qwen35.ports.gated_delta_rule import (
+    CommitCall,
+    DecodeCall,
+    ExtendCall,
+    ExtendResult,
+    GdnCall,
+    GdnPlan,
+    VerifyCall,
+)
+from qwen35.ports.gdn_checks import call_geometry, check_commit, check_decode, check_extend, check_verify
+from qwen35.ports.support import call_support, dtype_name, plan_support
+
+#: A row of the state must fit one program's registers.
+MAX_KEY_WIDTH = 256
+
+_STATE_DTYPES = frozenset({"float32", "bfloat16"})
+
+
+class TritonGatedDeltaRule:
+    """Decode, verify and commit in one launch each, extend in two; no call waits for the device.
+
+    Decode and verify compute in float32. Extend multiplies in the dtype of the tokens (float16 as float32,
+    float32 by three TF32 products) and sums in float32. Verify keeps a chain's running state in float32: with
+    bfloat16 intermediates only a node that branches off starts from a rounded parent.
+
+    One row must not read a slot that another row of the same call writes. Scratch is one buffer, so calls of
+    one adapter belong on one stream.
+    """
+
+    def __init__(self) -> None:
+        import triton
+
+        from qwen35.adapters.triton.kernels import (
+            gdn_config,
+            gdn_decode,
+            gdn_extend,
+            gdn_launch,
+            gdn_scratch,
+            gdn_verify,
+        )
+
+        self._config, self._decode, self._extend = gdn_config, gdn_decode, gdn_extend
+        self._launch, self._verify, self._scratch_rules = gdn_launch, gdn_verify, gdn_scratch
+        self._interpreted = bool(triton.knobs.runtime.interpret)
+        self._scratch = gdn_scratch.ScratchBuffer()
+        self._plans: dict[tuple[object, ...], GdnPlan] = {}
+        self._closed = False
+        steps = Precision(products="float32")
+        self.capabilities = Capabilities(
+            token_dtypes=frozenset({"float32", "bfloat16", "float16"}),
+            state_dtypes=_STATE_DTYPES,
+            device_types=frozenset({"cuda", "cpu"} if self._interpreted else {"cuda"}),
+            min_compute_capability=None if self._interpreted else (8, 0),
+            trees=True,
+            checkpoints=True,
+            checkpoint_multiple=gdn_config.CHUNK,
+            captures_extend=True,
+            precision=MappingProxyType({
+                Phase.DECODE: steps,
+                # Products, the chunk's updates and the state are each rounded to the tokens' dtype.
+                Phase.EXTEND: Precision(products=None, roundings=2.0),
+                Phase.VERIFY: steps,
+                Phase.COMMIT: steps,
+            }),
+        )  # fmt: skip
+
+    def prepare(self, plan: GdnPlan) -> None:
+        """Allocate scratch for ``plan`` and compile for its dtypes by calls whose rows are all padding.
+
+        Raises ``UnsupportedError`` where the plan cannot be served, ``CaptureError`` inside capture.
+        """
+        self._require_open()
+        support = plan_support(self.capabilities, plan)
+        reasons = (*support.reasons, *_width_reasons(plan.geometry.key_width))
+        if reasons:
+            raise UnsupportedError("plan for the Triton gated delta rule", reasons)
+        if _capturing(plan.device):
+            raise CaptureError("prepare is not legal inside CUDA graph capture; call it before")
+        self._adopt(plan)
+        if plan.device.type == "cuda" and not self._interpreted:
+            from qwen35.adapters.triton.kernels.gdn_warm_up import warm_up
+
+            warm_up(self, plan)
+
+    def supports(self, call: GdnCall) -> Support:
+        """Whether ``call`` would be honoured, with every reason against it. Launches nothing."""
+        reasons = list(call_support(self.capabilities, call).reasons)
+        reasons += _width_reasons(call.states.shape[-1])
+        if isinstance(call, VerifyCall | CommitCall):
+            got = dtype_name(call.intermediates.dtype)
+            if got not in _STATE_DTYPES:
+                reasons.append(f"intermediates require float32 or bfloat16, got {got}")
+        return Support.of(*reasons)
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        """One token a row; returns out [B, HV, V]. Mutates the written slots and ``call.out``."""
+        self._require_open()
+        check_decode(call)
+        self._require_supported(call)
+        batch, heads, value_width = call.v.shape
+        self._admit(call, batch=batch)
+        out = _output(call.v, call.out)
+        if batch:
+            key_width, item = call.q.shape[-1], call.states.element_size()
+            self._decode.launch_decode(
+                call, out, self._config.decode_config(batch, heads, key_width, value_width, item)
+            )
+        return out
+
+    def extend(self, call: ExtendCall) -> ExtendResult:
+        """Packed sequences; mutates the written slots and ``call.out``. Checkpoints of padded sequences are zero."""
+        self._require_open()
+        check_extend(call)
+        self._require_supported(call)
+        tokens, heads, value_width = call.v.shape
+        sequences = call.slots.shape[0]
+        self._admit(call, batch=sequences, tokens=tokens)
+        out = _output(call.v, call.out)
+        checkpoints = None
+        if call.checkpoints is not None:
+            checkpoints = call.states.new_empty(call.checkpoints.count, *call.states.shape[1:])
+        if tokens and sequences:
+            dot = self._launch.dot_dtype(call.q.dtype, self._interpreted)
+            config = self._config.extend_config(sequences, heads, call.q.shape[-1], value_width, dot.itemsize)
+            device = call.states.device
+            scratch = self._scratch.cut(heads, tokens, dot, device, _capturing(device))
+            self._extend.launch_extend(call, out, checkpoints, scratch, config)
+        return ExtendResult(out=out, checkpoints=checkpoints)
+
+    def verify(self, call: VerifyCall) -> Tensor:
+        """Draft tokens; returns out [B, T, HV, V]. Mutates ``intermediates`` and ``call.out``, never states."""
+        self._require_open()
+        check_verify(call)
+        self._require_supported(call)
+        batch, draft, heads, value_width = call.v.shape
+        self._admit(call, batch=batch, draft=draft)
+        out = _output(call.v, call.out)
+        if batch and draft:
+            key_width, item = call.q.shape[-1], call.states.element_size()
+            self._verify.launch_verify(
+                call, out, self._config.decode_config(batch, heads, key_width, value_width, item)
+            )
+        return out
+
+    def commit(self, call: CommitCall) -> None:
+        """Copy accepted intermediates into the pool; mutates the named slots."""
+        self._require_open()
+        check_commit(call)
+        self._require_supported(call)
+        if call.slots.shape[0]:
+            self._verify.launch_commit(call)
+
+    def refresh_parameters(self) -> int:
+        """Kernels read A_log and dt_bias where they are: there are no copies."""
+        return 0
+
+    def close(self) -> None:
+        """Free scratch. Idempotent; a later call raises ``ClosedError``."""
+        self._closed = True
+        self._scratch.free()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this adapter was closed; make another one")
+
+    def _require_supported(self, call: GdnCall) -> None:
+        support = self.supports(call)
+        if not support:
+            raise UnsupportedError(f"{type(call).__name__} for the Triton gated delta rule", support.reasons)
+
+    def _admit(
+        self, call: DecodeCall | ExtendCall | VerifyCall, batch: int, tokens: int = 0, draft: int = 0
+    ) -> None:
+        """Check the call against the plan; a larger one is planned again, or refused inside capture."""
+        wanted = GdnPlan(
+            geometry=call_geometry(call), state_dtype=call.states.dtype, token_dtype=call.q.dtype,
+            device=call.states.device, max_batch=batch, max_tokens=tokens, max_draft=draft,
+        )  # fmt: skip
+        plan = self._plans.get(_kind(wanted))
+        if plan is not None and all(need <= have for need, have in zip(_sizes(wanted), _sizes(plan), strict=True)):
+            return
+        if _capturing(wanted.device):
+            raise CaptureError(
+                f"{type(call).__name__} of {batch} rows, {tokens} tokens and {draft} draft tokens is not covered by "
+                f"{'any plan' if plan is None else plan}; prepare a plan that covers it before capture"
+            )
+        self._adopt(wanted)
+
+    def _adopt(self, plan: GdnPlan) -> None:
+        """Widen what is planned for this kind of call, and reserve scratch for it."""
+        before = self._plans.get(_kind(plan))
+        if before is not None:
+            batch, tokens, draft = (max(pair) for pair in zip(_sizes(before), _sizes(plan), strict=True))
+            plan = replace(plan, max_batch=batch, max_tokens=tokens, max_draft=draft)
+        if plan.max_tokens:
+            dot = self._launch.dot_dtype(plan.token_dtype, self._interpreted)
+            size = self._scratch_rules.scratch_bytes(plan.geometry.value_heads, plan.max_tokens, dot)
+            self._scratch.reserve(size, plan.device)
+        self._plans[_kind(plan)] = plan
+
+
+def _kind(plan: GdnPlan) -> tuple[object, ...]:
+    return plan.geometry, plan.state_dtype, plan.token_dtype, plan.device
+
+
+def _sizes(plan: GdnPlan) -> tuple[int, int, int]:
+    return plan.max_batch, plan.max_tokens, plan.max_draft
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _output(v: Tensor, out: Tensor | None) -> Tensor:
+    """A dense [..., HV, V] like ``v`` where the call brings no ``out``."""
+    return v.new_empty(v.shape) if out is None else out
+
+
+def _width_reasons(key_width: int) -> tuple[str, ...]:
+    if key_width <= MAX_KEY_WIDTH:
+        return ()
+    return (f"key width requires at most {MAX_KEY_WIDTH}, got {key_width}",)

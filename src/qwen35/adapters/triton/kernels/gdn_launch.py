@@ -1,0 +1,29 @@
+"""What every launch of a GDN kernel needs to know of its call."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qwen35.ports.gated_delta_rule import Gates, LogGates
+
+
+def gate_arguments(gates: Gates) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, bool]:
+    """gate, beta, A_log, dt_bias and whether they are raw (a, b and two parameters) or log decay and beta."""
+    if isinstance(gates, LogGates):
+        return gates.g, gates.beta, None, None, False
+    return gates.a, gates.b, gates.A_log, gates.dt_bias, True
+
+
+def scale_of(scale: float | None, key_width: int) -> float:
+    """The query's scale; K**-0.5 where the call gives none (0.0 is a scale)."""
+    return float(key_width**-0.5 if scale is None else scale)
+
+
+def dot_dtype(tokens: torch.dtype, interpreted: bool) -> torch.dtype:
+    """Operands of matrix products.
+
+    float16 goes by float32, since a normalising factor of up to 1000 can leave its range. The interpreter
+    multiplies bfloat16 operands wrongly, so it gets float32.
+    """
+    return torch.bfloat16 if tokens is torch.bfloat16 and not interpreted else torch.float32

@@ -1,0 +1,89 @@
+"""Compile what a plan's calls will launch, by calls whose rows are all padding: nothing of them is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig, decode_config
+from qwen35.ports.gated_delta_rule import (
+    CommitCall,
+    DecodeCall,
+    ExtendCall,
+    GatedDeltaRule,
+    Gates,
+    GdnPlan,
+    LogGates,
+    RawGates,
+    VerifyCall,
+)
+
+
+def warm_batches(plan: GdnPlan) -> list[int]:
+    """One batch size for each tile that decode takes up to the plan's largest batch."""
+    g, seen = plan.geometry, dict[DecodeConfig, int]()
+    for batch in sorted({plan.max_batch, *(1 << i for i in range(plan.max_batch.bit_length()))}):
+        if batch <= plan.max_batch:
+            seen.setdefault(
+                decode_config(batch, g.value_heads, g.key_width, g.value_width, plan.state_dtype.itemsize), batch
+            )
+    return list(seen.values())
+
+
+def _gates(plan: GdnPlan, *leading: int) -> Iterator[Gates]:
+    """The gates that engines have at hand: raw with either dtype of dt_bias, or log."""
+    heads, on = plan.geometry.value_heads, plan.device
+    tokens = torch.zeros(*leading, heads, dtype=plan.token_dtype, device=on)
+    parameter = torch.zeros(heads, device=on)
+    yield RawGates(a=tokens, b=tokens, A_log=parameter, dt_bias=parameter)
+    if plan.token_dtype is not torch.float32:
+        yield RawGates(a=tokens, b=tokens, A_log=parameter, dt_bias=parameter.to(plan.token_dtype))
+    yield LogGates(g=tokens.float(), beta=tokens.float())
+
+
+def _qkv(plan: GdnPlan, *leading: int) -> tuple[Tensor, Tensor]:
+    """Tokens that serve as q and k, and v."""
+    g = plan.geometry
+    keys = torch.zeros(*leading, g.key_heads, g.key_width, dtype=plan.token_dtype, device=plan.device)
+    values = torch.zeros(*leading, g.value_heads, g.value_width, dtype=plan.token_dtype, device=plan.device)
+    return keys, values
+
+
+def warm_up(adapter: GatedDeltaRule, plan: GdnPlan) -> None:
+    """Call every planned phase of ``adapter`` on padding."""
+    g, on = plan.geometry, plan.device
+    states = torch.zeros(1, g.value_heads, g.value_width, g.key_width, dtype=plan.state_dtype, device=on)
+    for batch in warm_batches(plan):
+        slots = torch.full((batch,), -1, dtype=torch.int32, device=on)
+        keys, values = _qkv(plan, batch)
+        for gates in _gates(plan, batch):
+            adapter.decode(DecodeCall(q=keys, k=keys, v=values, gates=gates, states=states, slots=slots))
+        if plan.max_draft:
+            _warm_verify(adapter, plan, states, slots)
+    if plan.max_tokens:
+        slots = torch.full((1,), -1, dtype=torch.int32, device=on)
+        ends = torch.tensor([0, 1], dtype=torch.int32, device=on)
+        keys, values = _qkv(plan, 1)
+        for gates in _gates(plan, 1):
+            adapter.extend(
+                ExtendCall(q=keys, k=keys, v=values, gates=gates, states=states, slots=slots, cu_seqlens=ends)
+            )
+    torch.cuda.synchronize(on)
+
+
+def _warm_verify(adapter: GatedDeltaRule, plan: GdnPlan, states: Tensor, slots: Tensor) -> None:
+    batch = slots.shape[0]
+    kept = states.new_zeros(1, 1, *states.shape[1:])
+    rows, parents = torch.zeros_like(slots), slots.view(batch, 1)
+    keys, values = _qkv(plan, batch, 1)
+    for gates in _gates(plan, batch, 1):
+        for tree in (None, parents):
+            adapter.verify(
+                VerifyCall(
+                    q=keys, k=keys, v=values, gates=gates, states=states, slots=slots, intermediates=kept, rows=rows,
+                    parents=tree,
+                )
+            )  # fmt: skip
+    adapter.commit(CommitCall(states=states, slots=slots, intermediates=kept, last=slots, rows=rows))
