@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import MappingProxyType
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qwen35.domain.capabilities import Capabilities, Clause, Phase, Support
@@ -71,7 +71,7 @@ class ReferenceShortConvolution:
         check_conv_extend(call)
         self._admit(call)
         offsets = call.cu_seqlens.tolist()
-        spans = list(zip(offsets, offsets[1:], strict=False))
+        spans = list(pairwise(offsets))
         fresh = [False] * len(spans) if call.fresh is None else call.fresh.tolist()
         return self._sequences(call, spans, fresh)
 
@@ -138,7 +138,7 @@ class ReferenceShortConvolution:
         y = (line.unfold(1, weight.shape[1], 1) * weight[:, None, :]).sum(-1)
         if call.bias is not None:
             y = y + call.bias.to(self._dtype)[:, None]
-        return (F.silu(y) if call.activation == "silu" else y).T
+        return (torch.nn.functional.silu(y) if call.activation == "silu" else y).T
 
     def _admit(self, call: ConvCall) -> None:
         self._open()
