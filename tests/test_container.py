@@ -21,6 +21,7 @@ from qwen35.domain.errors import (
 from qwen35.ports.gated_delta_rule import GatedDeltaRule
 from qwen35.ports.short_convolution import ShortConvolution
 from qwen35.services.counters import Counters
+from qwen35.services.prometheus import prometheus_text
 
 
 def test_services_and_adapters_implement_their_ports() -> None:
@@ -135,3 +136,14 @@ def test_counters_count_under_threads() -> None:
     for thread in threads:
         thread.join()
     assert counters.total("calls", adapter="a") == 8000
+
+
+def test_counters_and_gauges_read_as_prometheus_text() -> None:
+    counters = Counters()
+    counters.add("calls", adapter="a", mode="eager")
+    counters.add("calls", adapter="b")
+    counters.watch("scratch_bytes", lambda: 96, adapter="a")
+    text = prometheus_text(counters)
+    assert 'qwen35_calls_total{adapter="a",mode="eager"} 1.0' in text
+    assert 'qwen35_calls_total{adapter="b",mode=""} 1.0' in text
+    assert 'qwen35_scratch_bytes{adapter="a"} 96.0' in text

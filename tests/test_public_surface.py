@@ -21,7 +21,7 @@ def test_the_package_exports_these_names() -> None:
 def test_the_port_of_the_gated_delta_rule_exports_these_names() -> None:
     assert sorted(gated_delta_rule.__all__) == [
         "CheckpointPlan", "CommitCall", "DecodeCall", "ExtendCall", "ExtendResult", "GatedDeltaRule", "Gates", "GdnCall",
-        "GdnPlan", "LogGates", "RawGates", "VerifyCall",
+        "GdnPlan", "LogGates", "RawGates", "ReplayPlan", "VerifyCall",
     ]  # fmt: skip
 
 

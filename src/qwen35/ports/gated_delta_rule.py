@@ -17,6 +17,7 @@ from qwen35.ports.gdn_calls import (
     GdnPlan,
     LogGates,
     RawGates,
+    ReplayPlan,
     VerifyCall,
 )
 
@@ -24,7 +25,7 @@ GdnCall = DecodeCall | ExtendCall | VerifyCall | CommitCall
 
 __all__ = [
     "CheckpointPlan", "CommitCall", "DecodeCall", "ExtendCall", "ExtendResult", "GatedDeltaRule", "Gates",
-    "GdnCall", "GdnPlan", "LogGates", "RawGates", "VerifyCall",
+    "GdnCall", "GdnPlan", "LogGates", "RawGates", "ReplayPlan", "VerifyCall",
 ]  # fmt: skip
 
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from qwen35.domain.capabilities import Phase
 from qwen35.domain.geometry import GdnGeometry
 
 
@@ -152,3 +153,12 @@ class GdnPlan:
     token_dtype: torch.dtype = torch.bfloat16
     null_slot: int | None = None
     may_pad: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplayPlan:
+    """What a graph replay is about to read and write: the tensors on which the captured branch hangs."""
+
+    phase: Phase
+    states: Tensor
+    intermediates: Tensor | None = None

@@ -8,12 +8,17 @@ from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import ConfigurationError
 from qwen35.domain.platform import Platform
 from qwen35.ports.adapter import AdapterEntry, AdapterOptions
+from qwen35.ports.gated_delta_rule import GatedDeltaRule
 from qwen35.services import gated_delta_rule, short_convolution
+from qwen35.services.alignment_guard import AlignmentGuard
 from qwen35.services.counters import Counters
 from qwen35.services.gated_delta_rule import GatedDeltaRuleService
 from qwen35.services.registry import AdapterRegistry
 from qwen35.services.short_convolution import ShortConvolutionService
 from qwen35.settings import Settings
+
+#: An adapter that needs no more than a tensor element's own alignment needs no guard.
+NATURAL_ALIGNMENT = 1
 
 
 def make_registry(settings: Settings, platform: Platform, extra: Iterable[AdapterEntry]) -> AdapterRegistry:
@@ -31,13 +36,23 @@ def make_gated_delta_rule(
     requested = {
         Phase.DECODE: settings.gdn_decode, Phase.EXTEND: settings.gdn_extend, Phase.VERIFY: settings.gdn_verify,
     }  # fmt: skip
-    adapters = {}
-    for phase, name in requested.items():
-        chosen = registry.choose(port, name).name
-        adapters[phase] = (chosen, registry.adapter(port, chosen))
-    fallback = settings.gdn_fallback
-    second = None if fallback is None else (fallback, registry.adapter(port, fallback))
-    return GatedDeltaRuleService(adapters, counters, second, settings.checked)
+    names = {phase: registry.choose(port, name).name for phase, name in requested.items()}
+    if settings.gdn_fallback is not None:
+        registry.choose(port, settings.gdn_fallback)
+    guarded = {
+        name: _guarded(name, registry.adapter(port, name), counters)
+        for name in {*names.values(), *filter(None, [settings.gdn_fallback])}
+    }
+    fallback = None if settings.gdn_fallback is None else (settings.gdn_fallback, guarded[settings.gdn_fallback])
+    adapters = {phase: (name, guarded[name]) for phase, name in names.items()}
+    return GatedDeltaRuleService(adapters, counters, fallback, settings.checked)
+
+
+def _guarded(name: str, adapter: GatedDeltaRule, counters: Counters) -> GatedDeltaRule:
+    """The adapter itself, or behind the alignment guard where its kernels ask for more than torch gives."""
+    if adapter.capabilities.byte_alignment <= NATURAL_ALIGNMENT:
+        return adapter
+    return AlignmentGuard(name, adapter, counters)
 
 
 def make_short_convolution(

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+
+_Key = tuple[str, tuple[tuple[str, str], ...]]
 
 
 class Counters:
@@ -15,12 +17,23 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: Counter[tuple[str, tuple[tuple[str, str], ...]]] = Counter()
+        self._values: Counter[_Key] = Counter()
+        self._gauges: dict[_Key, Callable[[], int]] = {}
 
     def add(self, name: str, /, **labels: str) -> None:
         """Add one to the counter ``name`` with these labels."""
         with self._lock:
             self._values[name, tuple(sorted(labels.items()))] += 1
+
+    def watch(self, name: str, read: Callable[[], int], /, **labels: str) -> None:
+        """Make ``read()`` the value of the gauge ``name`` with these labels, such as bytes held now."""
+        with self._lock:
+            self._gauges[name, tuple(sorted(labels.items()))] = read
+
+    def gauges(self) -> Mapping[_Key, int]:
+        """What every gauge reads now."""
+        with self._lock:
+            return {key: read() for key, read in self._gauges.items()}
 
     def total(self, name: str, **labels: str) -> int:
         """The sum over every counter ``name`` whose labels include ``labels``."""
@@ -28,7 +41,7 @@ class Counters:
         with self._lock:
             return sum(v for (n, have), v in self._values.items() if n == name and wanted <= set(have))
 
-    def snapshot(self) -> Mapping[tuple[str, tuple[tuple[str, str], ...]], int]:
+    def snapshot(self) -> Mapping[_Key, int]:
         """A copy of every counter."""
         with self._lock:
             return dict(self._values)

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 from torch import Tensor
 
+from qwen35.domain.alignment import CapturedBranch, replay_reasons
 from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import UnsupportedError
 from qwen35.ports.gated_delta_rule import (
@@ -18,6 +19,7 @@ from qwen35.ports.gated_delta_rule import (
     GatedDeltaRule,
     GdnCall,
     GdnPlan,
+    ReplayPlan,
     VerifyCall,
 )
 from qwen35.ports.gdn_checks import check_commit, check_decode, check_extend, check_verify
@@ -47,16 +49,16 @@ class GatedDeltaRuleService:
         (d_name, d), (e_name, e), (v_name, v) = (adapters[p] for p in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY))
         f_name, f = fallback or ("", None)
         self._decode = Route(
-            PORT, Phase.DECODE, (d_name, d.decode), None if f is None else (f_name, f.decode), counters
+            PORT, Phase.DECODE, (d_name, d.decode), None if f is None else (f_name, f.decode), counters, _addresses
         )
         self._extend = Route(
-            PORT, Phase.EXTEND, (e_name, e.extend), None if f is None else (f_name, f.extend), counters
+            PORT, Phase.EXTEND, (e_name, e.extend), None if f is None else (f_name, f.extend), counters, _addresses
         )
         self._verify = Route(
-            PORT, Phase.VERIFY, (v_name, v.verify), None if f is None else (f_name, f.verify), counters
+            PORT, Phase.VERIFY, (v_name, v.verify), None if f is None else (f_name, f.verify), counters, _addresses
         )
         self._commit = Route(
-            PORT, Phase.COMMIT, (v_name, v.commit), None if f is None else (f_name, f.commit), counters
+            PORT, Phase.COMMIT, (v_name, v.commit), None if f is None else (f_name, f.commit), counters, _addresses
         )
 
     @property
@@ -77,9 +79,27 @@ class GatedDeltaRuleService:
         )
 
     @property
+    def adapters(self) -> Mapping[Phase, tuple[str, GatedDeltaRule]]:
+        """The chosen adapter of each phase and its name."""
+        return MappingProxyType(self._adapters)
+
+    @property
     def decisions(self) -> tuple[Decision, ...]:
         """Who served the latest call of each phase, and why."""
         return tuple(route.last for route in (self._decode, self._extend, self._verify, self._commit))
+
+    @property
+    def captured(self) -> tuple[CapturedBranch, ...]:
+        """The branch that every captured call took, with its addresses."""
+        routes = (self._decode, self._extend, self._verify, self._commit)
+        return tuple(branch for route in routes for branch in route.captured)
+
+    def before_replay(self, plan: ReplayPlan) -> Support:
+        """Whether what was captured for ``plan.phase`` is what a call with these tensors would do now."""
+        addresses = {"states": plan.states.data_ptr()}
+        if plan.intermediates is not None:
+            addresses["intermediates"] = plan.intermediates.data_ptr()
+        return Support.of(*replay_reasons(self.captured, plan.phase, addresses))
 
     def prepare(self, plan: GdnPlan) -> None:
         """Prepare every chosen adapter and the fallback. Raises ``UnsupportedError`` where a chosen adapter
@@ -141,6 +161,14 @@ class GatedDeltaRuleService:
     def _check(self, call: GdnCall) -> None:
         if self._checked and not capturing():
             _CHECKS[type(call)](call, values=True)
+
+
+def _addresses(call: GdnCall) -> tuple[tuple[str, int], ...]:
+    """The tensors on whose addresses the branch of a captured call hangs."""
+    states = (("states", call.states.data_ptr()),)
+    if isinstance(call, VerifyCall | CommitCall):
+        return (*states, ("intermediates", call.intermediates.data_ptr()))
+    return states
 
 
 def _both(a: Capabilities, b: Capabilities) -> Capabilities:

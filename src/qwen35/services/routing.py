@@ -9,6 +9,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from qwen35.domain.alignment import CapturedBranch
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import UnsupportedError
 from qwen35.services.counters import Counters
@@ -38,17 +39,21 @@ class Route(Generic[Call, Result]):
     """Serves calls of one phase by ``primary``; by ``fallback`` what the primary refuses, counted by reason.
 
     An adapter refuses with ``UnsupportedError`` before it writes anything, so the fallback gets the original
-    tensors. ``last`` is the decision of the latest call.
+    tensors. ``last`` is the decision of the latest call; ``captured`` holds the branch of every captured call, with
+    what ``addresses(call)`` says of it.
     """
 
     def __init__(
         self, port: str, phase: Phase, primary: tuple[str, Callable[[Call], Result]],
         fallback: tuple[str, Callable[[Call], Result]] | None, counters: Counters,
+        addresses: Callable[[Call], tuple[tuple[str, int], ...]] = lambda _: (),
     ) -> None:  # fmt: skip
         self._port, self._phase, self._counters = port, phase, counters
         self._name, self._serve = primary
+        self._addresses = addresses
         self._fallback = fallback if fallback is not None and fallback[0] != self._name else None
         self._told: set[tuple[str, ...]] = set()
+        self.captured: dict[CapturedBranch, None] = {}
         self._chosen = Decision(port, phase, self._name)
         self.last = self._chosen
 
@@ -59,9 +64,15 @@ class Route(Generic[Call, Result]):
             result = self._serve(call)
         except UnsupportedError as exc:
             return self._fall_back(call, exc, mode)
-        self.last = self._chosen
-        self._counters.add("calls", port=self._port, phase=self._phase, adapter=self._name, mode=mode)
+        self._served(call, self._chosen, mode)
         return result
+
+    def _served(self, call: Call, decision: Decision, mode: str) -> None:
+        self.last = decision
+        self._counters.add("calls", port=self._port, phase=self._phase, adapter=decision.adapter, mode=mode)
+        if mode == "captured":
+            branch = CapturedBranch(self._phase, decision.adapter, decision.reasons, self._addresses(call))
+            self.captured[branch] = None
 
     def _fall_back(self, call: Call, refused: UnsupportedError, mode: str) -> Result:
         labels = {"port": self._port, "phase": str(self._phase), "mode": mode}
@@ -78,6 +89,5 @@ class Route(Generic[Call, Result]):
                 self._port, self._phase, name, self._name, "; ".join(refused.reasons),
             )  # fmt: skip
         result = serve(call)
-        self.last = Decision(self._port, self._phase, name, refused.reasons)
-        self._counters.add("calls", adapter=name, **labels)
+        self._served(call, Decision(self._port, self._phase, name, refused.reasons), mode)
         return result

@@ -1,0 +1,228 @@
+"""The alignment rules around one adapter of the gated delta rule, itself an implementation of the port."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from qwen35.domain.alignment import Remedy, Role, misalignment, remedy
+from qwen35.domain.capabilities import Capabilities, Support
+from qwen35.domain.errors import CaptureError, UnsupportedError
+from qwen35.domain.geometry import GdnGeometry
+from qwen35.ports.gated_delta_rule import (
+    CommitCall,
+    DecodeCall,
+    ExtendCall,
+    ExtendResult,
+    GatedDeltaRule,
+    Gates,
+    GdnCall,
+    GdnPlan,
+    LogGates,
+    RawGates,
+    VerifyCall,
+)
+from qwen35.ports.gdn_checks import call_geometry
+from qwen35.services.counters import Counters
+from qwen35.services.parameter_copies import ParameterCopies
+from qwen35.services.routing import capturing
+from qwen35.services.scratch import AlignedScratch
+
+_Call = TypeVar("_Call", DecodeCall, ExtendCall, VerifyCall, CommitCall)
+
+_INPUTS: dict[type, tuple[str, ...]] = {
+    DecodeCall: ("q", "k", "v", "slots", "write_slots", "out"),
+    ExtendCall: ("q", "k", "v", "slots", "cu_seqlens", "fresh", "write_slots", "out"),
+    VerifyCall: ("q", "k", "v", "slots", "rows", "parents", "out"),
+    CommitCall: ("slots", "rows", "last"),
+}
+_MUTABLE: dict[type, tuple[str, ...]] = {
+    DecodeCall: ("states",),
+    ExtendCall: ("states",),
+    VerifyCall: ("states", "intermediates"),
+    CommitCall: ("states", "intermediates"),
+}
+
+
+def scratch_sizes(geometry: GdnGeometry, itemsize: int, rows: int, batch: int) -> dict[str, int]:
+    """Bytes that each argument of a call of ``rows`` tokens in ``batch`` sequences takes at most."""
+    keys = rows * geometry.key_heads * geometry.key_width * itemsize
+    values = rows * geometry.value_heads * geometry.value_width * itemsize
+    gates = rows * geometry.value_heads * 4
+    index = (batch + 1) * 8
+    return {
+        "q": keys, "k": keys, "v": values, "out": values, "a": gates, "b": gates, "g": gates, "beta": gates,
+        "slots": index, "write_slots": index, "rows": index, "last": index, "cu_seqlens": index, "starts": index,
+        "fresh": index, "parents": rows * 8,
+    }  # fmt: skip
+
+
+class AlignmentGuard:
+    """Hands ``adapter`` aligned tensors only, by the rules of ``qwen35.domain.alignment``.
+
+    Where everything is aligned, the adapter gets the very call that came. A misaligned state pool or intermediate
+    buffer is an ``UnsupportedError``, which a configured fallback answers with the original tensors.
+    """
+
+    def __init__(self, name: str, adapter: GatedDeltaRule, counters: Counters) -> None:
+        self._name, self._adapter, self._counters = name, adapter, counters
+        self._alignment = adapter.capabilities.byte_alignment
+        self._scratch = AlignedScratch(self._alignment)
+        self._parameters = ParameterCopies(self._alignment)
+        counters.watch("scratch_bytes", lambda: self.scratch_bytes, adapter=name)
+        counters.watch("parameter_bytes", lambda: self.parameter_bytes, adapter=name)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the adapter; ``byte_alignment`` still says what the kernel itself needs."""
+        return self._adapter.capabilities
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch held now."""
+        return self._scratch.bytes
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of parameter copies held now."""
+        return self._parameters.bytes
+
+    @property
+    def scratch_bound(self) -> int:
+        """Bytes of scratch that are never exceeded under the current plan."""
+        return self._scratch.bound
+
+    def prepare(self, plan: GdnPlan) -> None:
+        """Prepare the adapter, and lay out scratch for ``plan``."""
+        self._adapter.prepare(plan)
+        self._lay_out(plan)
+
+    def supports(self, call: GdnCall) -> Support:
+        """What the adapter says, and whether every mutable tensor is aligned."""
+        support = self._adapter.supports(call)
+        return Support.of(*support.reasons, *self._refusals(call))
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        """See the port."""
+        return self._with_out(call, self._adapter.decode)
+
+    def extend(self, call: ExtendCall) -> ExtendResult:
+        """See the port."""
+        aligned = self._aligned(call)
+        result = self._adapter.extend(aligned)
+        if aligned.out is call.out or call.out is None:
+            return result
+        return replace(result, out=call.out.copy_(result.out))
+
+    def verify(self, call: VerifyCall) -> Tensor:
+        """See the port."""
+        return self._with_out(call, self._adapter.verify)
+
+    def commit(self, call: CommitCall) -> None:
+        """See the port."""
+        self._adapter.commit(self._aligned(call))
+
+    def refresh_parameters(self) -> int:
+        """Refresh the guard's copies in place, and the adapter's; returns how many there are."""
+        count = self._parameters.refresh() + self._adapter.refresh_parameters()
+        self._counters.add("refreshes", adapter=self._name)
+        return count
+
+    def close(self) -> None:
+        """Free scratch and copies, and close the adapter."""
+        self._scratch.close()
+        self._parameters.close()
+        self._adapter.close()
+
+    def _with_out(self, call: _Call, serve: Callable[[_Call], Tensor]) -> Tensor:
+        aligned = self._aligned(call)
+        result = serve(aligned)
+        given: Tensor | None = getattr(call, "out")  # noqa: B009
+        if aligned is call or given is None or result is given:
+            return result
+        return given.copy_(result)
+
+    def _refusals(self, call: GdnCall) -> list[str]:
+        reasons = []
+        for name in _MUTABLE[type(call)]:
+            off = self._off(getattr(call, name))
+            if remedy(Role.MUTABLE, off) is Remedy.REFUSE:
+                reasons.append(f"{name} requires {self._alignment}-byte alignment, got {off} bytes off")
+        return reasons
+
+    def _off(self, tensor: Tensor) -> int:
+        itemsize = tensor.element_size()
+        address = tensor.data_ptr()
+        for stride in tensor.stride()[:-1]:
+            address |= stride * itemsize
+        if not address & (self._alignment - 1):
+            return 0  # the usual case, cheaply
+        return misalignment(tensor, itemsize, self._alignment)
+
+    def _aligned(self, call: _Call) -> _Call:
+        reasons = self._refusals(call)
+        if reasons:
+            raise UnsupportedError(f"{type(call).__name__} for {self._name}", reasons)
+        changes: dict[str, Any] = {}
+        for name in _INPUTS[type(call)]:
+            tensor: Tensor | None = getattr(call, name)
+            if tensor is not None and self._off(tensor):
+                changes[name] = self._scratched(call, name, tensor, fill=name != "out")
+        if not isinstance(call, CommitCall):
+            gates = self._aligned_gates(call)
+            if gates is not call.gates:
+                changes["gates"] = gates
+        if isinstance(call, ExtendCall) and call.checkpoints is not None and self._off(call.checkpoints.starts):
+            starts = self._scratched(call, "starts", call.checkpoints.starts)
+            changes["checkpoints"] = replace(call.checkpoints, starts=starts)
+        return replace(call, **changes) if changes else call
+
+    def _aligned_gates(self, call: DecodeCall | ExtendCall | VerifyCall) -> Gates:
+        gates = call.gates
+        changes: dict[str, Any] = {}
+        names = ("g", "beta") if isinstance(gates, LogGates) else ("a", "b")
+        for name in names:
+            tensor = getattr(gates, name)
+            if self._off(tensor):
+                changes[name] = self._scratched(call, name, tensor)
+        if isinstance(gates, RawGates):
+            for name in ("A_log", "dt_bias"):
+                tensor = getattr(gates, name)
+                if self._off(tensor):
+                    changes[name] = self._parameters.take(tensor, capturing())
+        return replace(gates, **changes) if changes else gates
+
+    def _scratched(self, call: GdnCall, name: str, tensor: Tensor, fill: bool = True) -> Tensor:
+        inside, large = capturing(), isinstance(call, ExtendCall)
+        if not self._scratch.holds(name, tensor, large):
+            if inside:
+                raise CaptureError(f"{name} needs more scratch than planned: prepare a larger plan before capture")
+            self._grow(call)
+        copy = self._scratch.take(name, tensor, large, inside)
+        self._counters.add("scratch_copies", adapter=self._name, argument=name)
+        return copy.copy_(tensor) if fill else copy
+
+    def _lay_out(self, plan: GdnPlan) -> None:
+        itemsize, rows = plan.token_dtype.itemsize, plan.max_batch * max(1, plan.max_draft)
+        small = scratch_sizes(plan.geometry, itemsize, rows, plan.max_batch)
+        large = scratch_sizes(plan.geometry, itemsize, plan.max_tokens, plan.max_batch)
+        self._scratch.plan(small, large, plan.device)
+        self._parameters.reserve(plan.geometry.value_heads * 4, plan.device)
+
+    def _grow(self, call: GdnCall) -> None:
+        """Lay out for an unplanned call, by powers of two so that many sizes cost no more than twice the largest."""
+        batch = 1 << max(0, call.slots.shape[0] - 1).bit_length()
+        device = call.states.device
+        if isinstance(call, CommitCall):
+            sizes = dict.fromkeys(("slots", "rows", "last"), (batch + 1) * 8)
+            self._scratch.plan(sizes, {}, device)
+            return
+        tokens = math.prod(call.q.shape[:-2])
+        rows = max(batch, 1 << max(0, tokens - 1).bit_length())
+        sizes = scratch_sizes(call_geometry(call), call.q.element_size(), rows, batch)
+        large = isinstance(call, ExtendCall)
+        self._scratch.plan({} if large else sizes, sizes if large else {}, device)

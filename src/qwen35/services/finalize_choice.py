@@ -1,0 +1,65 @@
+"""Which adapter of the fused finalize serves a group: one choice, the same on every rank, with its reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from qwen35.domain.capabilities import Support
+from qwen35.domain.errors import UnavailableError
+from qwen35.domain.finalize_capabilities import DeviceFacts, peer_reasons
+from qwen35.domain.finalize_signature import WorkspaceSignature
+from qwen35.services.finalize_agreement import Agreement
+from qwen35.services.registry import AUTO, AdapterRegistry
+
+PORT = "finalize_fusion"
+
+
+@dataclass(frozen=True, slots=True)
+class FusionChoice:
+    """The adapter taken, why, and why each better one was not: reasons bear the rank that has them."""
+
+    name: str
+    reason: str
+    rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+def choose_fusion(
+    adapters: AdapterRegistry, requested: str, signature: WorkspaceSignature, facts: DeviceFacts, agreement: Agreement
+) -> FusionChoice:
+    """The adapter named by ``requested``, or for "auto" the first in rank order that every rank can use.
+
+    One rank that cannot use an adapter is enough for nobody to use it. Every rank of the group calls this
+    together. Raises ``UnavailableError`` alike on all ranks, with every rank's reasons, and
+    ``UnknownNameError`` for a name that is not known.
+    """
+    names = adapters.names(PORT) if requested == AUTO else (adapters.entry(PORT, requested).name,)
+    own = {name: _against(adapters, name, signature) for name in names}
+    records = agreement.exchange((facts, own))
+    peers = peer_reasons([facts for facts, _ in records])
+    rejected: dict[str, tuple[str, ...]] = {}
+    for name in names:
+        reasons = [
+            f"rank {rank}: {reason}"
+            for rank, (_, seen) in enumerate(records) for reason in seen.get(name, (False, ("not installed",)))[1]
+        ]  # fmt: skip
+        if any(seen.get(name, (False, ()))[0] for _, seen in records):
+            reasons += peers
+        if not reasons:
+            why = "named in the settings" if requested != AUTO else "best adapter that every rank can use"
+            return FusionChoice(name, why, rejected)
+        rejected[name] = tuple(reasons)
+    found = [f"{name}: {reason}" for name, reasons in rejected.items() for reason in reasons]
+    raise UnavailableError(f"{PORT} adapter {requested!r}", found)
+
+
+def _against(
+    adapters: AdapterRegistry, name: str, signature: WorkspaceSignature
+) -> tuple[bool, tuple[str, ...]]:
+    """Whether the adapter needs peers of one host, and this rank's reasons against it."""
+    usable = adapters.usable(PORT, name)
+    if not usable:
+        return False, usable.reasons
+    adapter = adapters.adapter(PORT, name)
+    support: Support = adapter.supports(signature)
+    return adapter.capabilities.one_host, support.reasons

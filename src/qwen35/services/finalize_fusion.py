@@ -1,0 +1,209 @@
+"""The service of the fused finalize: one prepared workspace, two calls, and the layer boundary that uses them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qwen35.domain.capabilities import Support
+from qwen35.domain.errors import (
+    AgreementError,
+    ConfigurationError,
+    ContractError,
+    HandoffError,
+    NotPreparedError,
+    ShapeError,
+)
+from qwen35.domain.finalize import FinalizeHandoff
+from qwen35.domain.finalize_capabilities import DeviceFacts
+from qwen35.domain.finalize_policy import Decision
+from qwen35.domain.finalize_signature import WorkspaceSignature
+from qwen35.ports.finalize_checks import check_all_reduce, check_finalize
+from qwen35.ports.finalize_fusion import FusionWorkspace, NormAndResidual
+from qwen35.services.counters import Counters
+from qwen35.services.finalize_agreement import Agreement, Agreements
+from qwen35.services.finalize_choice import PORT, FusionChoice, choose_fusion
+from qwen35.services.finalize_facts import device_facts
+from qwen35.services.finalize_registry import WorkspaceRegistry
+from qwen35.services.registry import AdapterRegistry
+from qwen35.services.routing import capturing
+
+#: The setting that switches fusion off: ``prepare`` then does nothing and no layer is eligible.
+OFF = "off"
+
+
+def gemma_gamma(checkpoint_weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Gamma of a Gemma-style norm, for ``weight_bias`` 0: the checkpoint's weight plus one, added in float32."""
+    return (checkpoint_weight.float() + 1.0).to(dtype)
+
+
+class FinalizeService:
+    """Serves every layer of a model. Nothing works before ``prepare``.
+
+    One workspace cannot take two calls at once: eager calls are serialised, and one that comes on another
+    stream waits for the calls before it. Inside capture the engine orders its graphs.
+    """
+
+    def __init__(
+        self, adapters: AdapterRegistry, requested: str, workspaces: WorkspaceRegistry, counters: Counters,
+        checked: bool = False, agreements: Agreements | None = None,
+        facts: Callable[[str], DeviceFacts] = device_facts,
+    ) -> None:  # fmt: skip
+        if requested != OFF and requested != "auto":
+            adapters.entry(PORT, requested)  # an unknown name fails when the container is built
+        self._adapters, self._requested, self._workspaces = adapters, requested, workspaces
+        self._counters, self._checked = counters, checked
+        self._agreements, self._facts = agreements or Agreements(), facts
+        self._workspace: FusionWorkspace | None = None
+        self._agreement: Agreement | None = None
+        self._lock = threading.RLock()
+        self._stream: torch.cuda.Stream | None = None
+        self.choice: FusionChoice | None = None
+
+    @property
+    def enabled(self) -> bool:
+        """Whether the settings ask for fusion at all."""
+        return self._requested != OFF
+
+    @property
+    def is_prepared(self) -> bool:
+        return self._workspace is not None
+
+    @property
+    def max_m(self) -> int:
+        """The most tokens of a call: the workspace's, which may be more than was asked; 0 before ``prepare``."""
+        return 0 if self._workspace is None else self._workspace.signature.max_m
+
+    @property
+    def workspace(self) -> FusionWorkspace:
+        """The prepared workspace; raises ``NotPreparedError``."""
+        if self._workspace is None:
+            raise NotPreparedError("m is not supported: the fusion service has no workspace; call prepare first")
+        return self._workspace
+
+    def prepare(self, signature: WorkspaceSignature, *, multiplexed_streams: bool = False) -> None:
+        """Have a workspace that covers ``signature``. Every rank of its group calls this together.
+
+        A second call that the workspace covers does nothing. Raises ``ConfigurationError`` where prefill and
+        decode run on multiplexed streams, and what ``WorkspaceRegistry.obtain`` raises.
+        """
+        if not self.enabled:
+            return
+        if multiplexed_streams:
+            raise ConfigurationError(
+                "the fused finalize cannot be used with multiplexed prefill and decode streams: they would share "
+                "one mutable workspace; set finalize = 'off' or do not multiplex"
+            )
+        agreement = self._agreements.of(signature.group, signature.tp_size)
+
+        def create(asked: WorkspaceSignature) -> FusionWorkspace:
+            chosen = choose_fusion(self._adapters, self._requested, asked, self._facts(asked.device), agreement)
+            self.choice = chosen
+            made: FusionWorkspace = self._adapters.adapter(PORT, chosen.name).prepare(asked)
+            return made
+
+        self._workspace = self._workspaces.obtain(signature, agreement, create, self._requested)
+        self._agreement = agreement
+
+    def supports(self, m: int) -> Support:
+        """Whether a call of ``m`` tokens would be served. False before ``prepare``, never an error."""
+        if self._workspace is None:
+            return Support.of("fusion requires a prepared workspace")
+        return self._workspace.supports(m)
+
+    def finalize(
+        self, handoff: FinalizeHandoff, residual: Tensor, gamma: Tensor, *,
+        post_residual_addition: Tensor | None = None, out: NormAndResidual | None = None,
+    ) -> NormAndResidual:  # fmt: skip
+        """Finalize, sum over ranks, add the residual, norm. See ``FusionWorkspace.finalize``.
+
+        ``post_residual_addition`` [m, D] is added to the residual first, so both results see it.
+        """
+        workspace = self.workspace
+
+        def check() -> None:
+            check_finalize(workspace.signature, handoff, residual, gamma, out, values=True)
+
+        self._agree_on_call("finalize", handoff.m, check)
+        if post_residual_addition is not None:
+            if post_residual_addition.shape != residual.shape:
+                raise ShapeError(
+                    f"post_residual_addition must be [m, D] = {list(residual.shape)} like the residual, "
+                    f"got {list(post_residual_addition.shape)}"
+                )
+            residual = residual + post_residual_addition
+        return self._serve("finalize", lambda: workspace.finalize(handoff, residual, gamma, out))
+
+    def all_reduce(
+        self, local: Tensor, residual: Tensor, gamma: Tensor, *, out: NormAndResidual | None = None
+    ) -> NormAndResidual:
+        """Sum over ranks, add the residual, norm. See ``FusionWorkspace.all_reduce``."""
+        workspace = self.workspace
+
+        def check() -> None:
+            check_all_reduce(workspace.signature, local, residual, gamma, out)
+
+        self._agree_on_call("all-reduce", local.shape[0], check)
+        return self._serve("all-reduce", lambda: workspace.all_reduce(local, residual, gamma, out))
+
+    def consume(
+        self, handoff: FinalizeHandoff, residual: Tensor | None, gamma: Tensor | None, decision: Decision, *,
+        post_residual_addition: Tensor | None = None,
+    ) -> NormAndResidual:  # fmt: skip
+        """The norm that meets a handoff, a layer's input norm or the final one.
+
+        Raises ``HandoffError`` where ``decision`` is against it, or the residual or the Gemma-style gamma is
+        missing: a handoff has no other way on.
+        """
+        if not decision.eligible:
+            raise HandoffError(f"a finalize handoff came on an ineligible path: {'; '.join(decision.reasons)}")
+        if residual is None:
+            raise HandoffError("a finalize handoff requires a residual, got None")
+        if gamma is None:
+            raise HandoffError("a finalize handoff requires a norm with a Gemma-style weight, got none")
+        return self.finalize(handoff, residual, gamma, post_residual_addition=post_residual_addition)
+
+    def close(self) -> None:
+        """Destroy the workspace; a later call raises ``NotPreparedError``. Idempotent."""
+        if self._workspace is not None:
+            self._workspaces.release()
+        self._workspace = self._agreement = self._stream = None
+
+    def _agree_on_call(self, call: str, m: int, check: Callable[[], None]) -> None:
+        """In checked mode, before anything is launched: an error that one rank sees becomes one on all."""
+        if not self._checked or self._agreement is None or capturing():
+            return
+        error: ContractError | None = None
+        try:
+            check()
+        except ContractError as exc:
+            error = exc
+        records: list[Any] = self._agreement.exchange((call, m, None if error is None else str(error)))
+        if error is not None:
+            raise error
+        reasons = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(records) if text is not None]
+        if len({(name, size) for name, size, _ in records}) > 1:
+            reasons += [f"rank {rank} calls {name} with m = {size}" for rank, (name, size, _) in enumerate(records)]
+        if reasons:
+            raise AgreementError(f"{call} was not launched", reasons)
+
+    def _serve(self, call: str, launch: Callable[[], NormAndResidual]) -> NormAndResidual:
+        mode = "captured" if capturing() else "eager"
+        with self._lock:
+            if mode == "eager":
+                self._follow_stream()
+            result = launch()
+        self._counters.add("calls", port=PORT, phase=call, adapter=self.workspace.adapter, mode=mode)
+        return result
+
+    def _follow_stream(self) -> None:
+        if not self.workspace.signature.device.startswith("cuda"):
+            return
+        current = torch.cuda.current_stream(self.workspace.signature.device)
+        if self._stream is not None and self._stream != current:
+            current.wait_stream(self._stream)
+        self._stream = current

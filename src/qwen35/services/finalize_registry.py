@@ -1,0 +1,142 @@
+"""The one live fusion workspace of a process: made once, by all ranks or by none."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from qwen35.domain.errors import AgreementError, CaptureError, CreationError, Qwen35Error, SignatureError
+from qwen35.domain.finalize_signature import WorkspaceSignature
+from qwen35.ports.finalize_fusion import FusionWorkspace
+from qwen35.services.finalize_agreement import Agreement
+from qwen35.services.routing import capturing
+
+WHAT = "fusion workspace"
+
+#: What can go wrong in a kernel package while a workspace is made, besides our own errors.
+_VENDOR_ERRORS = (RuntimeError, ValueError, TypeError, ImportError, AttributeError, OSError, MemoryError)
+
+
+@dataclass(frozen=True, slots=True)
+class _Failure:
+    signature: WorkspaceSignature
+    adapter: str
+    error: Qwen35Error
+
+
+def synchronise(device: str) -> None:
+    """Wait for everything on ``device``."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize(device)
+
+
+class WorkspaceRegistry:
+    """At most one live workspace, behind a lock.
+
+    A workspace becomes visible only after its device was synchronised and every rank has arrived; it is never
+    replaced or evicted, only destroyed by ``release``. A failure is remembered on every rank: the factory is
+    not called again for what failed.
+    """
+
+    def __init__(
+        self, is_capturing: Callable[[], bool] = capturing, synchronise: Callable[[str], None] = synchronise
+    ) -> None:
+        self._lock = threading.RLock()
+        self._capturing, self._synchronise = is_capturing, synchronise
+        self._live: FusionWorkspace | None = None
+        self._failures: list[_Failure] = []
+
+    @property
+    def live(self) -> FusionWorkspace | None:
+        """The live workspace, or None."""
+        with self._lock:
+            return self._live
+
+    def obtain(
+        self, signature: WorkspaceSignature, agreement: Agreement,
+        create: Callable[[WorkspaceSignature], FusionWorkspace], adapter: str = "auto",
+    ) -> FusionWorkspace:  # fmt: skip
+        """The live workspace where it covers ``signature``, else one made by ``create``; alike on all ranks.
+
+        Every rank of the group calls this together. ``adapter`` names one, or "auto". Raises ``SignatureError``
+        (another workspace is live), ``CaptureError`` (nothing is created during capture), ``AgreementError``
+        (the ranks ask for different things), ``CreationError`` (now, or remembered).
+        """
+        with self._lock:
+            refusal = self._refusal(signature, adapter)
+            ready = refusal is None and self._live is not None
+            state = {"refused": None if refusal is None else str(refusal), "ready": ready}
+            _agree(agreement.exchange({**state, "asked": signature.shared() | {"adapter": adapter}}), refusal)
+            if self._live is not None:
+                return self._live
+            return self._create(signature, agreement, create, adapter)
+
+    def release(self) -> None:
+        """Destroy the live workspace, if any, and forget failures."""
+        with self._lock:
+            if self._live is not None:
+                self._live.destroy()
+            self._live = None
+            self._failures.clear()
+
+    def _refusal(self, signature: WorkspaceSignature, adapter: str) -> Qwen35Error | None:
+        """Why this rank cannot serve ``signature``, without asking the others."""
+        if self._live is not None:
+            differences = list(self._live.signature.differences(signature))
+            if adapter not in ("auto", self._live.adapter):
+                differences.append(f"adapter: has {self._live.adapter}, asked {adapter}")
+            return SignatureError(f"another {WHAT} is live", differences) if differences else None
+        for failure in self._failures:
+            if failure.adapter == adapter and failure.signature.covers(signature):
+                return failure.error
+        if self._capturing():
+            return CaptureError(f"a {WHAT} cannot be created during CUDA graph capture; call prepare before it")
+        return None
+
+    def _create(
+        self, signature: WorkspaceSignature, agreement: Agreement,
+        create: Callable[[WorkspaceSignature], FusionWorkspace], adapter: str,
+    ) -> FusionWorkspace:  # fmt: skip
+        made: FusionWorkspace | None = None
+        error: Exception | None = None
+        try:
+            made = create(signature)
+            self._synchronise(signature.device)
+        except (Qwen35Error, *_VENDOR_ERRORS) as exc:
+            error = exc
+        # The exchange is the barrier: every rank has synchronised before any of them publishes.
+        outcomes = agreement.exchange(None if error is None else f"{type(error).__name__}: {error}")
+        reasons = [f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text is not None]
+        if reasons or made is None:
+            if made is not None:
+                made.destroy()
+            failure = CreationError(f"{WHAT} could not be created", reasons)
+            self._failures.append(_Failure(signature, adapter, failure))
+            raise failure from error
+        self._live = made
+        return made
+
+
+def _agree(records: list[dict[str, Any]], own: Qwen35Error | None) -> None:
+    """Raise on every rank where one refuses, or where two ask for different things or stand differently."""
+    refused = [f"rank {rank}: {r['refused']}" for rank, r in enumerate(records) if r["refused"] is not None]
+    reasons = []
+    first = records[0]
+    for rank, record in enumerate(records[1:], start=1):
+        reasons += [
+            f"{name}: rank 0 asks {value}, rank {rank} asks {record['asked'][name]}"
+            for name, value in first["asked"].items() if record["asked"][name] != value
+        ]  # fmt: skip
+    if reasons:
+        raise AgreementError(f"the ranks ask for different {WHAT}s", reasons)
+    if own is not None:
+        raise own
+    if refused:
+        raise AgreementError(f"another rank refuses the {WHAT}", refused)
+    if len({record["ready"] for record in records}) > 1:
+        without = [f"rank {rank} has none" for rank, record in enumerate(records) if not record["ready"]]
+        raise AgreementError(f"the {WHAT} is live on some ranks only", without)

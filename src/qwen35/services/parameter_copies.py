@@ -1,0 +1,87 @@
+"""Aligned copies of parameters, at addresses that captured graphs may keep."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from qwen35.domain.errors import CaptureError
+from qwen35.services.scratch import empty_aligned
+
+#: Copies that are laid out ahead, so that a parameter first seen inside capture has a place: two for each of 64 layers.
+AHEAD = 128
+
+_Key = tuple[int, torch.dtype, int]
+
+
+@dataclass(slots=True)
+class _Copy:
+    source: Tensor
+    aligned: Tensor
+    filled: bool
+
+
+class ParameterCopies:
+    """One copy for each parameter, found by address, dtype and size.
+
+    The source is retained, so its address cannot be reused by another parameter while the copy lives. Version
+    counters are not consulted: engines reload with ``param.data.copy_``, which does not move them.
+    """
+
+    def __init__(self, alignment: int) -> None:
+        self._alignment = alignment
+        self._copies: dict[_Key, _Copy] = {}
+        self._free: list[Tensor] = []
+
+    def __len__(self) -> int:
+        return len(self._copies)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes held by copies and by places laid out ahead."""
+        held = [c.aligned for c in self._copies.values()] + self._free
+        return sum(t.numel() * t.element_size() for t in held)
+
+    def reserve(self, nbytes: int, device: torch.device) -> None:
+        """Lay out places of ``nbytes`` each, once. Not inside capture."""
+        if self._free or self._copies:
+            return
+        row = -(-nbytes // self._alignment) * self._alignment
+        arena = empty_aligned((AHEAD, row), torch.uint8, device, self._alignment)
+        self._free = list(arena.unbind(0))
+
+    def take(self, source: Tensor, capturing: bool) -> Tensor:
+        """The copy of ``source`` [HV].
+
+        One that was first asked for inside capture is filled by the graph's replays, and filled at once before an
+        eager caller gets it.
+        """
+        key = (source.data_ptr(), source.dtype, source.numel())
+        copy = self._copies.get(key)
+        if copy is None:
+            copy = self._copies[key] = _Copy(source, self._place(source, capturing), filled=False)
+        if not copy.filled:
+            copy.aligned.copy_(copy.source)
+            copy.filled = not capturing
+        return copy.aligned
+
+    def refresh(self) -> int:
+        """Bring every copy up to date, in place; returns how many there are."""
+        for copy in self._copies.values():
+            copy.aligned.copy_(copy.source)
+            copy.filled = True
+        return len(self._copies)
+
+    def close(self) -> None:
+        """Free everything."""
+        self._copies, self._free = {}, []
+
+    def _place(self, source: Tensor, capturing: bool) -> Tensor:
+        nbytes = source.numel() * source.element_size()
+        if self._free and self._free[-1].numel() >= nbytes:
+            return self._free.pop()[:nbytes].view(source.dtype).view(source.shape)
+        if capturing:
+            raise CaptureError("a parameter first seen inside capture has no place for its copy: run it once before")
+        return empty_aligned(source.shape, source.dtype, source.device, self._alignment)
