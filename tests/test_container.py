@@ -42,12 +42,12 @@ def test_phases_are_routed_each_for_itself() -> None:
 
 @pytest.mark.parametrize("setting", ["gdn_decode", "gdn_extend", "gdn_verify", "gdn_fallback", "conv"])
 def test_an_unknown_adapter_lists_the_known_ones_and_the_nearest(setting: str) -> None:
-    with pytest.raises(UnknownNameError, match="known: .*reference.*Did you mean 'reference'"):
+    with pytest.raises(UnknownNameError, match=r"known: .*reference.*Did you mean 'reference'"):
         qwen35.build(device="cpu", **{setting: "refrence"})
 
 
 def test_an_unknown_port_is_refused() -> None:
-    with pytest.raises(UnknownNameError, match="known: .*gated_delta_rule"):
+    with pytest.raises(UnknownNameError, match=r"known: .*gated_delta_rule"):
         qwen35.adapter("gated_delta", "reference", device="cpu")
 
 
