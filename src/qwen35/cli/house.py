@@ -1,0 +1,30 @@
+"""From the settings in force and the ``--device`` option to a registry of adapters."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qwen35.services.registry import AdapterRegistry
+    from qwen35.settings import Settings
+
+#: What every ``--device`` option says of itself.
+DEVICE_HELP = "cpu, cuda, cuda:1; default: what the settings say (auto: a GPU where there is one)."
+
+
+def settings_in_force(device: str = "", **overrides: Any) -> Settings:
+    """Settings of environment and file, with ``device`` and ``overrides`` on top where they are given."""
+    from qwen35.settings import load_settings
+
+    given: dict[str, Any] = {name: value for name, value in overrides.items() if value}
+    if device:
+        given["device"] = device
+    return load_settings(None, **given)
+
+
+def open_registry(settings: Settings) -> AdapterRegistry:
+    """Every installed adapter, on the settings' device. Raises ``ConfigurationError`` for one that is not there."""
+    from qwen35.services.assembly import make_registry
+    from qwen35.services.platform import detect_platform
+
+    return make_registry(settings, detect_platform(settings.device), ())

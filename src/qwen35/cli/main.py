@@ -1,0 +1,50 @@
+"""The command line: ``qwen35 doctor | swap | generate | conform | demo``.
+
+Commands live in modules of their own and import frameworks when they run, so that ``--help`` stays quick.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from qwen35 import __version__
+from qwen35.cli import doctor, swap
+from qwen35.cli.screen import errors
+from qwen35.domain.errors import Qwen35Error
+
+EXIT_ERROR = 2
+
+
+class _Group(TyperGroup):
+    """Shows every error of ours as one red line and exits with ``EXIT_ERROR``."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except Qwen35Error as exc:
+            errors().print(f"error: {' '.join(str(exc).split())}", style="bold red", markup=False, soft_wrap=True)
+            raise typer.Exit(EXIT_ERROR) from exc
+
+
+app = typer.Typer(
+    name="qwen35", cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
+    help="Qwen3.5 on kernels you choose, and the choice proved.",
+)  # fmt: skip
+app.command()(doctor.doctor)
+app.command()(swap.swap)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"qwen35 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Show the version."),
+) -> None:
+    """Qwen3.5 on kernels you choose, and the choice proved."""

@@ -1,0 +1,207 @@
+"""``qwen35 swap``: the adapter-swap experiment on screen and in a folder."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from qwen35.cli import parse
+from qwen35.cli.house import DEVICE_HELP, open_registry, settings_in_force
+from qwen35.cli.screen import errors, output, progress_bar
+from qwen35.domain.errors import ConfigurationError, UnavailableError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from qwen35.services.registry import AdapterRegistry
+    from qwen35.testing.swap import Experiment, Progress
+    from qwen35.testing.workload import Row
+
+#: The oracle itself: in the list only when named.
+_ORACLE = "reference64"
+EXIT_INTERRUPTED = 130
+
+
+def swap(
+    model: Path | None = typer.Option(None, help="Checkpoint folder whose config.json gives the geometry."),
+    geometry: str = typer.Option("35B-A3B", help="Public geometry: 35B-A3B, 122B-A10B or 397B-A17B."),
+    tp: int = typer.Option(1, min=1, help="Tensor-parallel ranks; one rank's part is measured."),
+    gdn: str = typer.Option("", help="Adapters joined by commas; default: all that are usable, the oracle apart."),
+    decode_batches: str = typer.Option("1,8,64,256", help="Decode batch sizes."),
+    prefill: str = typer.Option("1x2048;16x1024", help="Length sets joined by ';', each COUNTxLENGTH,..."),
+    verify: str = typer.Option("8x4", help="Verify widths, BATCHxDRAFT joined by commas."),
+    state_dtype: str = typer.Option("float32", help="State pool: float32 or bfloat16."),
+    dtype: str = typer.Option("auto", help="Tokens: auto, float32, bfloat16 or float16."),
+    null_slot: int = typer.Option(-1, help="A slot that the pool reserves, as engines do; -1: none."),
+    device: str = typer.Option("", help=DEVICE_HELP),
+    seed: int = typer.Option(0, help="Seed of tokens, states and slots."),
+    repeats: int = typer.Option(20, min=1, help="Replays (or eager calls) a round; there are two rounds."),
+    out: Path | None = typer.Option(None, help="Folder for swap.json and swap.png; default: runs/swap-DATE."),
+) -> None:
+    """Run adapters on the same calls: error against float64, time, memory ceiling, broken clauses, winner."""
+    registry = open_registry(settings_in_force(device))
+    rows = make_rows(decode_batches, prefill, verify)
+    name, sizes = parse.geometry(model, geometry, tp)
+    experiment = _experiment(
+        registry, rows, sizes, gdn=gdn, state_dtype=state_dtype, dtype=dtype, seed=seed, repeats=repeats,
+        null_slot=null_slot,
+    )  # fmt: skip
+    source = ["--geometry", name] if model is None else ["--model", str(model)]
+    words = [
+        "qwen35", "swap", *source, "--tp", str(tp), "--gdn", ",".join(experiment.adapters),
+        "--decode-batches", decode_batches, "--prefill", prefill, "--verify", verify, "--state-dtype", state_dtype,
+        "--dtype", dtype, "--null-slot", str(null_slot), "--device", registry.platform.device, "--seed", str(seed),
+        "--repeats", str(repeats),
+    ]  # fmt: skip
+    folder = out or Path("runs") / f"swap-{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}"
+    folder.mkdir(parents=True, exist_ok=True)
+    report = measure(experiment, registry, folder, name, tp, shlex.join(words))
+    if report["interrupted"]:
+        raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def make_rows(decode_batches: str, prefill: str, verify: str) -> tuple[Row, ...]:
+    """The rows that the options name. Raises ``ConfigurationError`` where there is none."""
+    from qwen35.domain.capabilities import Phase
+    from qwen35.testing.workload import Row
+
+    rows = [Row(Phase.DECODE, (1,) * batch) for batch in parse.sizes("--decode-batches", decode_batches)]
+    rows += [Row(Phase.EXTEND, lengths) for lengths in parse.length_sets("--prefill", prefill)]
+    rows += [Row(Phase.VERIFY, (draft,) * batch) for batch, draft in parse.pairs("--verify", verify)]
+    if not rows:
+        raise ConfigurationError("nothing to measure: --decode-batches, --prefill and --verify are all empty")
+    return tuple(rows)
+
+
+def measure(
+    experiment: Experiment, registry: AdapterRegistry, folder: Path, name: str, tp: int, command: str
+) -> dict[str, Any]:
+    """Run ``experiment``, show its table, write swap.json and swap.png into ``folder``; the document.
+
+    Whatever ends the run (Ctrl-C included), the cells measured so far are written first, marked interrupted.
+    """
+    from qwen35.testing.swap import Progress
+    from qwen35.testing.swap_report import document
+
+    progress, finished = Progress(), False
+    report: dict[str, Any] = {}
+    try:
+        _measure_with_bar(experiment, registry, progress)
+        finished = True
+    except KeyboardInterrupt:
+        errors().print("interrupted: keeping what was measured", style="yellow")
+    finally:
+        report = document(
+            experiment, progress, registry.platform, geometry_name=name, tp=tp, command=command,
+            interrupted=not finished,
+        )  # fmt: skip
+        path = folder / "swap.json"
+        path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    output().print(table(report))
+    for line in remarks(report):
+        typer.echo(line)
+    typer.echo(f"wrote {path}")
+    _plot(report, folder / "swap.png")
+    return report
+
+
+def _experiment(
+    registry: AdapterRegistry, rows: tuple[Row, ...], sizes: Any, *, gdn: str, state_dtype: str, dtype: str,
+    seed: int, repeats: int, null_slot: int,
+) -> Experiment:  # fmt: skip
+    import torch
+
+    from qwen35.services.gated_delta_rule import PORT
+    from qwen35.testing.swap import Experiment
+    from qwen35.testing.workload import Layout
+
+    adapters = parse.names("--gdn", gdn)
+    for name in adapters:
+        registry.entry(PORT, name)
+    if not adapters:
+        adapters = tuple(n for n in registry.names(PORT) if n != _ORACLE and registry.usable(PORT, n))
+    layout = Layout(
+        geometry=sizes, token_dtype=parse.token_dtype(dtype, registry.platform.device_type),
+        state_dtype=parse.state_dtype(state_dtype), device=torch.device(registry.platform.device),
+        null_slot=None if null_slot < 0 else null_slot,
+    )  # fmt: skip
+    return Experiment(layout=layout, rows=rows, adapters=adapters, seed=seed, repeats=repeats)
+
+
+def _measure_with_bar(experiment: Experiment, registry: AdapterRegistry, progress: Progress) -> None:
+    from qwen35.testing.swap import run
+
+    with progress_bar() as bar:
+        task = bar.add_task("measuring", total=len(experiment.rows) * len(experiment.adapters))
+        for cell in run(experiment, registry, progress):
+            bar.update(task, advance=1, description=f"{cell.row.label}, {cell.adapter}")
+
+
+def _plot(report: dict[str, Any], path: Path) -> None:
+    from qwen35.testing.swap_report import plot
+
+    if not report["rows"]:
+        return
+    try:
+        plot(report, path)
+    except UnavailableError as exc:
+        typer.echo(f"no plot: {'; '.join(exc.reasons)}")
+    else:
+        typer.echo(f"wrote {path}")
+
+
+def table(report: dict[str, Any]) -> Table:
+    """The rich table of a swap document: the winner of each row in green."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    g, copy = report["geometry"], report["copy_gb_per_s"]
+    shown = Table(
+        title=f"{g['name']}, tp {g['tp']}: HV/H {g['value_heads']}/{g['key_heads']}, {report['state_dtype']} state",
+        caption=f"{report['device']['name']}, copy {copy or '-'} GB/s. Errors are relative to float64.",
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    for name in ("row", "adapter", "us", "ceiling", "out error", "state error"):
+        shown.add_column(name, no_wrap=True, justify="left" if name in ("row", "adapter") else "right")
+    shown.add_column("broke", min_width=10)
+    for row in report["rows"]:
+        for at, result in enumerate(row["results"]):
+            style = "green" if result["adapter"] == row["winner"] else None
+            cells = (row["label"] if at == 0 else "", result["adapter"], *_cells(result))
+            shown.add_row(*map(escape, cells), style=style)
+        shown.add_section()
+    return shown
+
+
+def remarks(report: dict[str, Any]) -> list[str]:
+    """Who won each row and why, then what kept adapters from running or winning, each said once."""
+    lines = [f"{row['label']}: {row['winner'] or 'nobody'} ({row['winner_reason']})" for row in report["rows"]]
+    seen = []
+    for row in report["rows"]:
+        for result in row["results"]:
+            who = f"{result['adapter']}, {row['phase']}"
+            seen += [f"{who}: did not run: {reason}" for reason in result["reasons"]]
+            seen += [f"{who}: broke {broken['clause']}: {broken['seen']}" for broken in result["broken"]]
+            seen += [f"{result['adapter']}: states that it cannot keep {why}" for why in result["deviations"]]
+    return lines + list(dict.fromkeys(seen))
+
+
+def _cells(result: dict[str, Any]) -> tuple[str, ...]:
+    if not result["ran"]:
+        return "-", "-", "-", "-", "did not run"
+    broke = list(dict.fromkeys(broken["clause"] for broken in result["broken"]))
+    broke += [f"{deviation.partition(':')[0]} (stated)" for deviation in result["deviations"]]
+    return (
+        f"{result['time_us']:,.1f}", f"{result['percent_of_ceiling']:.3g} %", _error(result["output_error"]),
+        _error(result["state_error"]), ", ".join(broke),
+    )  # fmt: skip
+
+
+def _error(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.1e}"

@@ -1,0 +1,176 @@
+"""Timing that can be trusted: warmed up, cold L2, medians, and a memory ceiling measured in the same run.
+
+On a GPU a call that may be captured is timed by graph replay, any other by events around it; on a CPU by the
+wall clock. Each timing is taken twice: a difference smaller than ``Timing.spread_us`` is noise.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+from torch import Tensor
+
+from qwen35.domain.errors import CaptureError
+
+#: How much more than the L2 must pass between two uses of a line, for the second to come from memory.
+COLD_FACTOR = 4
+MIN_CALLS_PER_REPLAY = 10
+MAX_SETS = 256
+WARM_UP = 3
+#: A slow adapter (the reference, the interpreter) gets fewer repeats rather than minutes.
+ROUND_SECONDS = 0.5
+#: Bytes copied to find the memory ceiling: far more than any L2, and little enough for a CPU test.
+GPU_COPY_BYTES = 2 * 2**30
+CPU_COPY_BYTES = 64 * 2**20
+
+Thunk = Callable[[], object]
+
+
+class Method(StrEnum):
+    """How a time was taken."""
+
+    GRAPH = "CUDA graph replay, rotating inputs and slots"
+    EVENTS = "events around one eager call, L2 flushed before it"
+    WALL = "wall clock on the CPU"
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Microseconds of one call: the median of ``samples``, their quartiles, and how far two runs were apart."""
+
+    median_us: float
+    low_us: float
+    high_us: float
+    spread_us: float
+    samples: int
+    method: Method
+
+    @staticmethod
+    def of(rounds: Sequence[Sequence[float]], method: Method) -> Timing:
+        """From the samples of each round, in microseconds."""
+        everything = sorted(sample for samples in rounds for sample in samples)
+        medians = [statistics.median(samples) for samples in rounds]
+        low, _, high = statistics.quantiles(everything, n=4) if len(everything) > 1 else (everything[0],) * 3
+        return Timing(
+            statistics.median(everything), low, high, max(medians) - min(medians), len(everything), method
+        )
+
+
+def cold_sets(device: torch.device, bytes_per_call: int) -> int:
+    """How many distinct sets of inputs and slots calls must rotate over, so that each one finds the L2 cold."""
+    if device.type != "cuda":
+        return 1
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(MAX_SETS, max(1, -(-COLD_FACTOR * l2 // max(1, bytes_per_call))))
+
+
+def time_graph(calls: Sequence[Thunk], device: torch.device, replays: int = 20, rounds: int = 2) -> Timing:
+    """Microseconds of one of ``calls``, captured one after another into one graph and replayed.
+
+    Short lists are repeated up to ``MIN_CALLS_PER_REPLAY`` launches a replay, so that the replay's own cost
+    vanishes. Raises ``CaptureError`` where a call cannot be captured.
+    """
+    repeats = -(-MIN_CALLS_PER_REPLAY // len(calls))
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream(device))
+    with torch.cuda.stream(stream):
+        for _ in range(WARM_UP):
+            calls[0]()
+    torch.cuda.current_stream(device).wait_stream(stream)
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    try:
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(repeats):
+                for call in calls:
+                    call()
+    except RuntimeError as exc:
+        raise CaptureError(f"the call cannot be captured into a CUDA graph: {exc}") from exc
+    launches = repeats * len(calls)
+    with torch.cuda.device(device):
+        for _ in range(WARM_UP):
+            graph.replay()
+        taken = [[_between_events(graph.replay) / launches for _ in range(replays)] for _ in range(rounds)]
+    graph.reset()
+    return Timing.of(taken, Method.GRAPH)
+
+
+def time_events(calls: Sequence[Thunk], device: torch.device, repeats: int = 20, rounds: int = 2) -> Timing:
+    """Microseconds between events around single eager calls, with the L2 flushed before each.
+
+    The flush keeps the device busy while the host prepares the launch; what the host needs beyond that is in
+    the number, as it is in an eager prefill.
+    """
+    flush = _flusher(device)
+    with torch.cuda.device(device):
+        calls[0]()
+        repeats = _affordable(repeats, _between_events(calls[0]))
+        for _ in range(min(WARM_UP, repeats)):
+            calls[0]()
+        taken = [
+            [_between_events(calls[i % len(calls)], before=flush) for i in range(repeats)] for _ in range(rounds)
+        ]
+    return Timing.of(taken, Method.EVENTS)
+
+
+def time_wall(calls: Sequence[Thunk], repeats: int = 20, rounds: int = 2) -> Timing:
+    """Microseconds of single calls on the CPU, after one that warms up."""
+    repeats = _affordable(repeats, _on_the_wall(calls[0]))
+    taken = [[_on_the_wall(calls[i % len(calls)]) for i in range(repeats)] for _ in range(rounds)]
+    return Timing.of(taken, Method.WALL)
+
+
+def copy_bandwidth(device: torch.device) -> float:
+    """The memory ceiling: bytes a second of a large copy on the device, read and written bytes both counted."""
+    size = GPU_COPY_BYTES if device.type == "cuda" else CPU_COPY_BYTES
+    source = torch.randint(0, 256, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+
+    def copy() -> Tensor:
+        return target.copy_(source)
+
+    timing = time_graph([copy], device) if device.type == "cuda" else time_wall([copy])
+    return 2 * size / (timing.median_us * 1e-6)
+
+
+def relative_error(got: Tensor, oracle: Tensor) -> float:
+    """``||got - oracle|| / ||oracle||`` in float64; infinite where ``got`` is not finite."""
+    got, oracle = got.double(), oracle.double()
+    if not bool(torch.isfinite(got).all()):
+        return float("inf")
+    norm = float(oracle.norm())
+    difference = float((got - oracle).norm())
+    return difference if norm == 0.0 else difference / norm
+
+
+def _affordable(repeats: int, microseconds: float) -> int:
+    """``repeats``, or as many calls of this length as a round may last; at least one."""
+    return max(1, min(repeats, int(ROUND_SECONDS * 1e6 / max(microseconds, 1e-3))))
+
+
+def _on_the_wall(call: Thunk) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
+
+
+def _between_events(call: Thunk, before: Thunk | None = None) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    if before is not None:
+        before()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e3
+
+
+def _flusher(device: torch.device) -> Thunk:
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    buffer = torch.empty(COLD_FACTOR * l2, dtype=torch.uint8, device=device)
+    return buffer.zero_
