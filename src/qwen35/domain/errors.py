@@ -14,7 +14,14 @@
     ├── UnsupportedError        a legal call that this adapter cannot honour; ``reasons`` says why
     ├── UnavailableError        an adapter that cannot be used on this machine; ``reasons`` says why
     ├── CaptureError            something that is not legal inside CUDA graph capture
-    ├── ClosedError             use of an adapter or service after ``close()``
+    ├── ClosedError             use of an adapter, service or workspace after ``close()`` or ``destroy()``
+    ├── HandoffError            a finalize handoff that is missing, unexpected or on an ineligible path
+    ├── WorkspaceError          a fusion workspace that cannot be had as asked
+    │   ├── NotPreparedError    use before ``prepare`` (also ValueError)
+    │   ├── SignatureError      the one live workspace does not cover what is asked
+    │   ├── CreationError       making one failed, on whichever rank; ``reasons`` by rank
+    │   └── AgreementError      the ranks do not ask for, or bring, the same; ``reasons`` by rank
+    ├── RankTimeoutError        ranks that did not arrive in time (checked mode); ``ranks`` names them
     └── CheckpointError         a model directory that cannot be loaded
 """
 
@@ -90,3 +97,47 @@ class ClosedError(Qwen35Error, RuntimeError):
 
 class CheckpointError(Qwen35Error, ValueError):
     """A model directory that cannot be loaded."""
+
+
+class HandoffError(Qwen35Error, RuntimeError):
+    """A finalize handoff that is missing, that nobody announced, or that came on an ineligible path."""
+
+
+class WorkspaceError(Qwen35Error, RuntimeError):
+    """A fusion workspace that cannot be had as asked."""
+
+
+class NotPreparedError(WorkspaceError, ValueError):
+    """Use of the fusion service before ``prepare``."""
+
+
+class SignatureError(WorkspaceError):
+    """The one live workspace of this process does not cover what is asked; ``differences`` says where."""
+
+    def __init__(self, what: str, differences: Iterable[str]) -> None:
+        self.differences = tuple(differences)
+        super().__init__(f"{what}: {'; '.join(self.differences)}")
+
+
+class CreationError(WorkspaceError):
+    """Making a workspace failed on some rank, so no rank has one; ``reasons`` says where and why."""
+
+    def __init__(self, what: str, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__(f"{what}: {'; '.join(self.reasons)}")
+
+
+class AgreementError(WorkspaceError, ValueError):
+    """The ranks do not ask for, or bring, the same; raised on all of them."""
+
+    def __init__(self, what: str, reasons: Iterable[str]) -> None:
+        self.reasons = tuple(reasons)
+        super().__init__(f"{what}: {'; '.join(self.reasons)}")
+
+
+class RankTimeoutError(Qwen35Error, TimeoutError):
+    """Ranks that did not arrive in time; the workspace is of no further use."""
+
+    def __init__(self, what: str, ranks: Iterable[int]) -> None:
+        self.ranks = tuple(ranks)
+        super().__init__(f"{what}: no word from rank {', '.join(map(str, self.ranks))}")

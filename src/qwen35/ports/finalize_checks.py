@@ -43,6 +43,17 @@ def token_support(signature: WorkspaceSignature, m: int, destroyed: bool) -> Sup
     return Support.of() if 1 <= m <= signature.max_m else Support.of(f"m requires 1..{signature.max_m}, got {m}")
 
 
+def handoff_tensors(handoff: FinalizeHandoff) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Routed output, weights, indices and gated shared output as torch tensors; raises ``DtypeError``."""
+    shared = handoff.gated_shared_output
+    return (
+        _tensor("routed_output", handoff.routed_output),
+        _tensor("expert_weights", handoff.expert_weights),
+        _tensor("permuted_indices", handoff.permuted_indices),
+        None if shared is None else _tensor("gated_shared_output", shared),
+    )
+
+
 def check_finalize(
     signature: WorkspaceSignature, handoff: FinalizeHandoff, residual: Tensor, gamma: Tensor,
     out: NormAndResidual | None = None, values: bool = False,
@@ -54,14 +65,13 @@ def check_finalize(
     """
     _tokens(signature, handoff.m)
     handoff.check(hidden=signature.hidden, top_k=signature.top_k, shared_expert=signature.shared_expert)
-    routed, weights, indices = _tensors(handoff)
+    routed, weights, indices, shared = handoff_tensors(handoff)
     own = torch_dtype(signature.dtype)
     check.dtype("routed_output", routed, (own,))
     check.dtype("expert_weights", weights, WEIGHT_DTYPES)
     check.dtype("permuted_indices", indices, (torch.int32,))
     matrices = [("routed_output", routed)]
-    if handoff.gated_shared_output is not None:
-        shared = _tensor("gated_shared_output", handoff.gated_shared_output)
+    if shared is not None:
         check.dtype("gated_shared_output", shared, (own,))
         matrices.append(("gated_shared_output", shared))
     matrices += _norm_operands(signature, handoff.m, residual, gamma, out)
@@ -103,14 +113,6 @@ def _tensor(name: str, value: object) -> Tensor:
     if not isinstance(value, Tensor):
         raise DtypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
     return value
-
-
-def _tensors(handoff: FinalizeHandoff) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        _tensor("routed_output", handoff.routed_output),
-        _tensor("expert_weights", handoff.expert_weights),
-        _tensor("permuted_indices", handoff.permuted_indices),
-    )
 
 
 def _norm_operands(

@@ -1,0 +1,81 @@
+"""What an adapter of the fused finalize states of itself, and what a rank can see of its own device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from types import MappingProxyType
+
+from qwen35.domain.precision import UNIT_ROUNDOFF
+
+
+class FusionClause(StrEnum):
+    """The clauses of the finalize contract."""
+
+    DROPPED = "dropped experts"
+    ZERO_WEIGHT = "zero weights"
+    UNREFERENCED = "unreferenced rows"
+    IDENTICAL = "identical bits"
+    ISOLATION = "isolation"
+    CAPTURE = "capture"
+    PRECISION = "precision"
+    REFUSAL = "refusal"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionCapabilities:
+    """A set that is None allows everything.
+
+    ``one_host``: the ranks must be on one host. ``roundings`` counts how many roundings to the token dtype lie
+    between the inputs and the norm (the last one included). ``deviations`` says which clauses the adapter
+    cannot keep, and why.
+    """
+
+    device_types: frozenset[str] = frozenset({"cpu", "cuda"})
+    dtypes: frozenset[str] = frozenset({"bfloat16", "float32"})
+    tp_sizes: frozenset[int] | None = None
+    one_host: bool = False
+    roundings: float = 1.0
+    deviations: Mapping[FusionClause, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def bound(self, dtype: str) -> float:
+        """Largest ``||got - oracle|| / ||oracle||`` of norm and residual, where no terms cancel.
+
+        Rounding to a dtype adds at most its unit roundoff; float32 sums over ranks, experts and the row's
+        squares stay within 64 of its units.
+        """
+        return self.roundings * UNIT_ROUNDOFF[dtype] + 64 * UNIT_ROUNDOFF["float32"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFacts:
+    """What one rank sees of its own device; looked up once, then passed in.
+
+    ``no_symmetric_memory`` and ``no_multicast`` are reasons against, kept apart: peers of one host can often
+    read and write each other's memory where NVLink multicast is missing or switched off. ``closed_peers`` are
+    the ``uuid`` of devices of this ``host`` whose memory this one cannot reach.
+    """
+
+    device: str
+    host: str = ""
+    uuid: str = ""
+    compute_capability: tuple[int, int] | None = None
+    multiprocessors: int = 0
+    no_symmetric_memory: tuple[str, ...] = ()
+    no_multicast: tuple[str, ...] = ()
+    closed_peers: tuple[str, ...] = ()
+
+
+def peer_reasons(ranks: Sequence[DeviceFacts]) -> tuple[str, ...]:
+    """Why the devices of these ranks cannot share memory as peers of one host; none: they can."""
+    reasons = [
+        f"peers require one host, got rank 0 on {ranks[0].host} and rank {rank} on {facts.host}"
+        for rank, facts in enumerate(ranks) if facts.host != ranks[0].host
+    ]  # fmt: skip
+    for rank, facts in enumerate(ranks):
+        reasons += [
+            f"peers require memory access, which rank {rank} has not to rank {other}"
+            for other, peer in enumerate(ranks) if peer.uuid and peer.uuid in facts.closed_peers
+        ]  # fmt: skip
+    return tuple(reasons)
