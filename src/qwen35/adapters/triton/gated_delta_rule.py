@@ -134,8 +134,10 @@ class TritonGatedDeltaRule:
             checkpoints = call.states.new_empty(call.checkpoints.count, *call.states.shape[1:])
         if tokens and sequences:
             dot = self._launch.dot_dtype(call.q.dtype, self._interpreted)
-            config = self._config.extend_config(sequences, heads, call.q.shape[-1], value_width, dot.itemsize)
             device = call.states.device
+            config = self._config.extend_config(
+                sequences, heads, call.q.shape[-1], value_width, dot.itemsize, self._launch.shared_bytes(device)
+            )
             scratch = self._scratch.cut(heads, tokens, dot, device, _capturing(device))
             self._extend.launch_extend(call, out, checkpoints, scratch, config)
         return ExtendResult(out=out, checkpoints=checkpoints)
@@ -145,14 +147,12 @@ class TritonGatedDeltaRule:
         self._require_open()
         check_verify(call)
         self._require_supported(call)
-        batch, draft, heads, value_width = call.v.shape
+        batch, draft, _, value_width = call.v.shape
         self._admit(call, batch=batch, draft=draft)
         out = _output(call.v, call.out)
         if batch and draft:
-            key_width, item = call.q.shape[-1], call.states.element_size()
-            self._verify.launch_verify(
-                call, out, self._config.decode_config(batch, heads, key_width, value_width, item)
-            )
+            config = self._config.verify_config(call.q.shape[-1], value_width, call.states.element_size())
+            self._verify.launch_verify(call, out, config)
         return out
 
     def commit(self, call: CommitCall) -> None:

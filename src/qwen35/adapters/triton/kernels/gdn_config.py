@@ -10,12 +10,17 @@ CHUNK = 64
 #: Bytes of a row that eight neighbouring lanes read with one 16-byte load each: one L2 line.
 _LINE_BYTES = 128
 
-#: State bytes of one program. Small batches need many programs to fill the device, large ones long loads.
-_TILE_BYTES_FEW, _TILE_BYTES_MANY = 4096, 16384
+#: State elements of one program. Small batches need many programs to fill the device, large ones long loads.
+_TILE_FEW, _TILE_MANY = 1024, 4096
 #: Programs of the small tile that fill an H200 (132 multiprocessors) about eight times over.
 _MANY_PROGRAMS = 1024
-#: Bytes of state that one thread holds: eight 16-byte loads in flight.
-_BYTES_PER_THREAD = 128
+#: State elements that one thread holds in float32: four or eight 16-byte loads in flight.
+_PER_THREAD = 32
+
+#: Programs of 64 state rows that keep an H200 busy twice over; with fewer, 32 rows make twice as many programs.
+_WIDE_SCAN_PROGRAMS = 256
+#: What the widest tile at K = 128 takes with two chunks on their way while a third is worked on.
+_THREE_STAGES_BYTES = 190 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +38,16 @@ class DecodeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ExtendConfig:
-    """Tiles of the chunked kernels: warps of the chunk kernel; ``block_v``, warps and stages of the scan."""
+    """Tiles of the chunked kernels: ``block_v``, warps and stages of the scan; warps and registers of the chunks.
+
+    ``chunk_registers`` caps registers a thread (None: no cap), so that more programs share a multiprocessor.
+    """
 
     block_v: int
     scan_warps: int
     scan_stages: int
     chunk_warps: int = 4
+    chunk_registers: int | None = None
 
 
 def power_of_two(size: int) -> int:
@@ -46,24 +55,41 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def decode_config(batch: int, heads: int, key_width: int, value_width: int, state_bytes: int) -> DecodeConfig:
-    """The tile for ``batch`` rows of ``heads`` value heads, with state elements of ``state_bytes`` bytes."""
-    row = power_of_two(key_width) * state_bytes
-    rows = power_of_two(value_width)
-    small = min(max(_TILE_BYTES_FEW // row, 1), rows)
-    many = batch * heads * -(-value_width // small) > _MANY_PROGRAMS
-    block_v = min(max((_TILE_BYTES_MANY if many else _TILE_BYTES_FEW) // row, 1), rows)
-    threads = block_v * row // _BYTES_PER_THREAD
+def _row_tile(elements: int, key_width: int, value_width: int, state_bytes: int) -> DecodeConfig:
+    """A tile of about ``elements`` elements: whole rows of the state."""
+    row = power_of_two(key_width)
+    block_v = min(max(elements // row, 1), power_of_two(value_width))
     return DecodeConfig(
         block_v=block_v,
-        inner=min(power_of_two(key_width), _LINE_BYTES // state_bytes),
-        num_warps=min(max(power_of_two(threads) // 32, 1), 8),
+        inner=min(row, _LINE_BYTES // state_bytes),
+        num_warps=min(max(block_v * row // _PER_THREAD // 32, 1), 8),
     )
 
 
-def extend_config(sequences: int, heads: int, key_width: int, value_width: int, dot_bytes: int) -> ExtendConfig:
-    """The tiles for ``sequences`` sequences, with matrix operands of ``dot_bytes`` bytes."""
-    block_v = min(max(power_of_two(value_width), 16), 32)
+def decode_config(batch: int, heads: int, key_width: int, value_width: int, state_bytes: int) -> DecodeConfig:
+    """The tile for ``batch`` rows of ``heads`` value heads, with state elements of ``state_bytes`` bytes."""
+    few = _row_tile(_TILE_FEW, key_width, value_width, state_bytes)
+    if batch * heads * -(-value_width // few.block_v) <= _MANY_PROGRAMS:
+        return few
+    return _row_tile(_TILE_MANY, key_width, value_width, state_bytes)
+
+
+def verify_config(key_width: int, value_width: int, state_bytes: int) -> DecodeConfig:
+    """The tile of verify: small, since a program walks its nodes one after another."""
+    return _row_tile(_TILE_FEW, key_width, value_width, state_bytes)
+
+
+def extend_config(
+    sequences: int, heads: int, key_width: int, value_width: int, dot_bytes: int, shared_bytes: int
+) -> ExtendConfig:
+    """The tiles for ``sequences`` sequences, with matrix operands of ``dot_bytes`` bytes.
+
+    ``shared_bytes``: shared memory that one program may have on the device.
+    """
+    rows = max(power_of_two(value_width), 16)
     if dot_bytes > 2 or key_width > 128:
-        return ExtendConfig(block_v=min(block_v, 16), scan_warps=4, scan_stages=1)
-    return ExtendConfig(block_v=block_v, scan_warps=4, scan_stages=2)
+        return ExtendConfig(block_v=16, scan_warps=4, scan_stages=1, chunk_warps=8)
+    stages = 3 if shared_bytes >= _THREE_STAGES_BYTES else 1
+    if sequences * heads * -(-value_width // 64) >= _WIDE_SCAN_PROGRAMS:
+        return ExtendConfig(block_v=min(rows, 64), scan_warps=8, scan_stages=stages, chunk_registers=168)
+    return ExtendConfig(block_v=min(rows, 32), scan_warps=4, scan_stages=stages, chunk_registers=168)

@@ -47,6 +47,22 @@ def _find_chunk(cu_seqlens, index, sequences, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def _row_factor(x):
+    """What normalises each row of ``x``."""
+    x = x.to(tl.float32)
+    return tl.rsqrt(tl.sum(x * x, 1) + 1e-6)
+
+
+@triton.jit
+def _merge(inverse, a, rows, columns, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """From inverses of diagonal blocks of SIZE to those of 2 SIZE."""
+    block = rows[:, None] // SIZE
+    below = tl.where((block % 2 == 1) & (columns[None, :] // SIZE == block - 1), a, 0.0)
+    below = tl.dot(below, inverse, input_precision=PRECISION)
+    return inverse - tl.dot(inverse, below, input_precision=PRECISION)
+
+
+@triton.jit
 def _unit_lower_inverse(a, rows, columns, PRECISION: tl.constexpr):
     """(I + a)^-1 for a strictly lower [64, 64].
 
@@ -64,13 +80,8 @@ def _unit_lower_inverse(a, rows, columns, PRECISION: tl.constexpr):
         row = tl.sum(tl.where(at[None, :, None] == j, x, 0.0), 1)
         x -= column[:, :, None] * row[:, None, :]
     inverse = tl.reshape(tl.where(same, x[:, :, None, :], 0.0), (64, 64))
-    for level in tl.static_range(2):
-        SIZE: tl.constexpr = 16 << level
-        row_block = rows[:, None] // SIZE
-        below = tl.where((row_block % 2 == 1) & (columns[None, :] // SIZE == row_block - 1), a, 0.0)
-        below = tl.dot(below, inverse, input_precision=PRECISION)
-        inverse -= tl.dot(inverse, below, input_precision=PRECISION)
-    return inverse
+    inverse = _merge(inverse, a, rows, columns, 16, PRECISION)
+    return _merge(inverse, a, rows, columns, 32, PRECISION)
 
 
 @triton.jit(
@@ -99,36 +110,32 @@ def chunk_kernel(
     mask = inside[:, None] & (width < K)[None, :]
     q += head // RATIO * q_head
     k += head // RATIO * k_head
-    q_raw = tl.load(q + token[:, None] * q_row + width[None, :], mask=mask, other=0.0)
     k_raw = tl.load(k + token[:, None] * k_row + width[None, :], mask=mask, other=0.0)
+    q_raw = tl.load(q + token[:, None] * q_row + width[None, :], mask=mask, other=0.0)
     g, b = load_gates(
         gate, beta, A_log, dt_bias, token * gate_row + head, token * beta_row + head, head, inside, RAW
     )
     g = tl.where(inside, tl.maximum(g, _LOWEST_LOG_DECAY), 0.0)
     b = tl.where(inside, b, 0.0)
-
-    q_square = q_raw.to(tl.float32)
-    k_square = k_raw.to(tl.float32)
-    q_factor = tl.rsqrt(tl.sum(q_square * q_square, 1) + 1e-6) * scale
-    k_factor = tl.rsqrt(tl.sum(k_square * k_square, 1) + 1e-6)
+    k_factor = _row_factor(k_raw)
+    q_factor = _row_factor(q_raw) * scale
     keys = tl.trans(k_raw.to(DOT))
-    kk = tl.dot(k_raw.to(DOT), keys, input_precision=PRECISION)
     qk = tl.dot(q_raw.to(DOT), keys, input_precision=PRECISION)
+    kk = tl.dot(k_raw.to(DOT), keys, input_precision=PRECISION)
 
     # Differences of sums lose what a large decay rounds away, so whole sixteenths, which add up exactly, are
     # summed apart from the rest.
     coarse = tl.floor(g * 16.0 + 0.5) * 0.0625
     high = tl.cumsum(coarse, 0)
     low = tl.cumsum(g - coarse, 0)
-    lower = row[:, None] >= column[None, :]
     between = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
-    decay = tl.exp(tl.where(lower, between, 0.0)) * k_factor[None, :]
-    p = tl.where(lower, qk * q_factor[:, None] * decay, 0.0)
+    decay = tl.exp(tl.where(row[:, None] >= column[None, :], between, 0.0)) * k_factor[None, :]
+    p = tl.where(row[:, None] >= column[None, :], qk * q_factor[:, None] * decay, 0.0)
     a = tl.where(row[:, None] > column[None, :], kk * (b * k_factor)[:, None] * decay, 0.0)
 
     at = (head * tokens + token)[:, None] * 64 + column[None, :]
     tl.store(attention + at, rounded(p, attention.dtype.element_ty), mask=inside[:, None])
-    x = _unit_lower_inverse(a, row, column, "ieee" if PRECISION == "ieee" else "tf32x3") * b[None, :]
+    x = _unit_lower_inverse(a, row, column, PRECISION) * b[None, :]
     tl.store(inverse + at, rounded(x, inverse.dtype.element_ty), mask=inside[:, None])
 
     decayed = tl.exp(high + low)
@@ -251,7 +258,7 @@ def launch_extend(
         call.q, call.k, gate, beta, A_log, dt_bias, call.slots, call.cu_seqlens, scratch.inverse, scratch.attention,
         scratch.factors, scale_of(call.scale, key_width), sequences, tokens,
         call.q.stride(0), call.q.stride(1), call.k.stride(0), call.k.stride(1), gate.stride(0), beta.stride(0),
-        RAW=raw, BLOCK_S=128, num_warps=config.chunk_warps, num_stages=1, **common,
+        RAW=raw, BLOCK_S=128, num_warps=config.chunk_warps, num_stages=1, maxnreg=config.chunk_registers, **common,
     )  # fmt: skip
     plan = call.checkpoints
     scan_kernel[(sequences * heads * -(-value_width // config.block_v),)](

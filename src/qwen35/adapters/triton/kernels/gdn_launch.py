@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+import triton
 from torch import Tensor
 
 from qwen35.ports.gated_delta_rule import Gates, LogGates
@@ -27,3 +30,12 @@ def dot_dtype(tokens: torch.dtype, interpreted: bool) -> torch.dtype:
     multiplies bfloat16 operands wrongly, so it gets float32.
     """
     return torch.bfloat16 if tokens is torch.bfloat16 and not interpreted else torch.float32
+
+
+@cache
+def shared_bytes(device: torch.device) -> int:
+    """Shared memory that one program may have on ``device``; 0 where there is no GPU."""
+    if device.type != "cuda":
+        return 0
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])

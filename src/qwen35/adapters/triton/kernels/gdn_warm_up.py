@@ -60,8 +60,8 @@ def warm_up(adapter: GatedDeltaRule, plan: GdnPlan) -> None:
         keys, values = _qkv(plan, batch)
         for gates in _gates(plan, batch):
             adapter.decode(DecodeCall(q=keys, k=keys, v=values, gates=gates, states=states, slots=slots))
-        if plan.max_draft:
-            _warm_verify(adapter, plan, states, slots)
+    if plan.max_draft:
+        _warm_verify(adapter, plan, states)
     if plan.max_tokens:
         slots = torch.full((1,), -1, dtype=torch.int32, device=on)
         ends = torch.tensor([0, 1], dtype=torch.int32, device=on)
@@ -73,17 +73,19 @@ def warm_up(adapter: GatedDeltaRule, plan: GdnPlan) -> None:
     torch.cuda.synchronize(on)
 
 
-def _warm_verify(adapter: GatedDeltaRule, plan: GdnPlan, states: Tensor, slots: Tensor) -> None:
-    batch = slots.shape[0]
+def _warm_verify(adapter: GatedDeltaRule, plan: GdnPlan, states: Tensor) -> None:
+    """Verify by chain and tree with rows and without, and commit."""
+    slots = torch.full((1,), -1, dtype=torch.int32, device=plan.device)
     kept = states.new_zeros(1, 1, *states.shape[1:])
-    rows, parents = torch.zeros_like(slots), slots.view(batch, 1)
-    keys, values = _qkv(plan, batch, 1)
-    for gates in _gates(plan, batch, 1):
-        for tree in (None, parents):
-            adapter.verify(
-                VerifyCall(
-                    q=keys, k=keys, v=values, gates=gates, states=states, slots=slots, intermediates=kept, rows=rows,
-                    parents=tree,
-                )
-            )  # fmt: skip
-    adapter.commit(CommitCall(states=states, slots=slots, intermediates=kept, last=slots, rows=rows))
+    keys, values = _qkv(plan, 1, 1)
+    for gates in _gates(plan, 1, 1):
+        for parents in (None, slots.view(1, 1)):
+            for rows in (None, slots):
+                adapter.verify(
+                    VerifyCall(
+                        q=keys, k=keys, v=values, gates=gates, states=states, slots=slots, intermediates=kept,
+                        rows=rows, parents=parents,
+                    )
+                )  # fmt: skip
+    for rows in (None, slots):
+        adapter.commit(CommitCall(states=states, slots=slots, intermediates=kept, last=slots, rows=rows))
