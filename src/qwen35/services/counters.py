@@ -22,8 +22,17 @@ class Counters:
 
     def add(self, name: str, /, **labels: str) -> None:
         """Add one to the counter ``name`` with these labels."""
-        with self._lock:
-            self._values[name, tuple(sorted(labels.items()))] += 1
+        self.counter(name, **labels)()
+
+    def counter(self, name: str, /, **labels: str) -> Callable[[], None]:
+        """A function that adds one to this counter: for hot paths, where labels are sorted once."""
+        key = (name, tuple(sorted(labels.items())))
+
+        def add_one() -> None:
+            with self._lock:
+                self._values[key] += 1
+
+        return add_one
 
     def watch(self, name: str, read: Callable[[], int], /, **labels: str) -> None:
         """Make ``read()`` the value of the gauge ``name`` with these labels, such as bytes held now."""

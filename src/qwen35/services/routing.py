@@ -31,8 +31,8 @@ class Decision:
 
 
 def capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph."""
-    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    """Whether the current stream is being captured into a CUDA graph; never where CUDA has not been used."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 class Route(Generic[Call, Result]):
@@ -53,6 +53,7 @@ class Route(Generic[Call, Result]):
         self._addresses = addresses
         self._fallback = fallback if fallback is not None and fallback[0] != self._name else None
         self._told: set[tuple[str, ...]] = set()
+        self._counts: dict[tuple[str, str], Callable[[], None]] = {}
         self.captured: dict[CapturedBranch, None] = {}
         self._chosen = Decision(port, phase, self._name)
         self.last = self._chosen
@@ -69,7 +70,12 @@ class Route(Generic[Call, Result]):
 
     def _served(self, call: Call, decision: Decision, mode: str) -> None:
         self.last = decision
-        self._counters.add("calls", port=self._port, phase=self._phase, adapter=decision.adapter, mode=mode)
+        count = self._counts.get((decision.adapter, mode))
+        if count is None:
+            count = self._counts[decision.adapter, mode] = self._counters.counter(
+                "calls", port=self._port, phase=self._phase, adapter=decision.adapter, mode=mode
+            )
+        count()
         if mode == "captured":
             branch = CapturedBranch(self._phase, decision.adapter, decision.reasons, self._addresses(call))
             self.captured[branch] = None
