@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qwen35.adapters.triton.kernels.conv_common import activate, load_bias, load_series, load_slot, words
+from qwen35.adapters.triton.kernels.gdn_common import rounded
 from qwen35.ports.conv_calls import ConvDecodeCall
 
 # One channel a thread: no thread repeats another's, which would read a window while it is being shifted.
@@ -43,12 +44,12 @@ def conv_decode_kernel(
         for back in tl.static_range(WIDTH):
             w = tl.load(weight + channel * weight_row + (WIDTH - 1 - back), mask=inside, other=0.0)
             y += inputs[WIDTH - 1 - back] * w.to(tl.float32)
-        tl.store(out_at, activate(y, silu).to(out.dtype.element_ty), mask=inside)
+        tl.store(out_at, rounded(activate(y, silu), out.dtype.element_ty), mask=inside)
         # The window is shifted in place: every thread has read before any writes.
         tl.debug_barrier()
         written = windows + write_slot * window_slot + channel * (WIDTH - 1)
         for j in tl.static_range(WIDTH - 1):
-            value = inputs[j + 1].to(windows.dtype.element_ty)
+            value = rounded(inputs[j + 1], windows.dtype.element_ty)
             tl.store(written + j, value, mask=inside & (write_slot >= 0))
 
 

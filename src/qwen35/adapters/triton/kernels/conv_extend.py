@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qwen35.adapters.triton.kernels.conv_common import activate, flags, load_bias, load_series, load_slot, unit, words
+from qwen35.adapters.triton.kernels.gdn_common import rounded
 from qwen35.ports.conv_calls import ConvExtendCall
 
 # BLOCK_T is at least the longest window (7), so that a sequence's first block alone reads its window.
@@ -49,7 +50,9 @@ def begin_sequence(
         y = load_bias(bias, has_bias, channel, inside)
         for back in tl.static_range(WIDTH):
             y += line[WIDTH - 1 + j - back] * taps[WIDTH - 1 - back]
-        tl.store(out + j * out_row + channel, activate(y, silu).to(out.dtype.element_ty), mask=inside & (j < length))
+        tl.store(
+            out + j * out_row + channel, rounded(activate(y, silu), out.dtype.element_ty), mask=inside & (j < length)
+        )
     moved = ()
     for j in tl.static_range(WIDTH - 1):
         source = length - (WIDTH - 1) + j
@@ -57,7 +60,7 @@ def begin_sequence(
         kept = inside & (source < 0) & (fresh == 0)
         old = tl.load(read + place + source + (WIDTH - 1), mask=kept, other=0.0)
         value = tl.where(source >= 0, new.to(tl.float32), old.to(tl.float32))
-        moved += (value.to(read.dtype.element_ty),)  # type: ignore[assignment]
+        moved += (rounded(value, read.dtype.element_ty),)  # type: ignore[assignment]
     return moved
 
 
@@ -117,7 +120,7 @@ def conv_extend_kernel(
         w = tl.load(weight + channel * weight_row + (WIDTH - 1 - back), mask=inside, other=0.0).to(tl.float32)
         value = tl.load(x_start + (token - back)[:, None] * x_row + channel[None, :], mask=here, other=0.0)
         y += value.to(tl.float32) * w[None, :]
-    tl.store(out_at, activate(y, silu).to(out.dtype.element_ty), mask=here)
+    tl.store(out_at, rounded(activate(y, silu), out.dtype.element_ty), mask=here)
 
 
 def step(call: ConvExtendCall, out: Tensor) -> int:

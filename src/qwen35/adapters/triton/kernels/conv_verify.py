@@ -5,6 +5,7 @@ import triton.language as tl
 from torch import Tensor
 
 from qwen35.adapters.triton.kernels.conv_common import activate, load_bias, load_slot, words
+from qwen35.adapters.triton.kernels.gdn_common import rounded
 from qwen35.ports.conv_calls import ConvVerifyCall
 
 BLOCK_C = 128
@@ -56,11 +57,11 @@ def conv_verify_kernel(
             w = tl.load(weight + channel * weight_row + (WIDTH - 1 - back), mask=inside, other=0.0)
             y += value * w.to(tl.float32)
             if back < WIDTH - 1:
-                tl.store(kept + (WIDTH - 2 - back), value.to(intermediates.dtype.element_ty), mask=inside)
+                tl.store(kept + (WIDTH - 2 - back), rounded(value, intermediates.dtype.element_ty), mask=inside)
             named = (has_parents != 0) & is_node
             parent = tl.load(parents + row * parent_row + position * parent_words, mask=named, other=0)
             position = tl.where(named, parent.to(tl.int64), position - 1)
-        tl.store(out_at, activate(y, silu).to(out.dtype.element_ty), mask=inside)
+        tl.store(out_at, rounded(activate(y, silu), out.dtype.element_ty), mask=inside)
 
 
 def launch(call: ConvVerifyCall, out: Tensor) -> None:
