@@ -194,7 +194,9 @@ def _rope(keys: Keys, head_width: int) -> tuple[float, int]:
     rope.fixed("rope_type", "default")
     scaling = keys.get("rope_scaling")
     if isinstance(scaling, dict):
-        Keys(scaling, keys.where, "rope_scaling.", keys).fixed("rope_type", "default")
+        old = Keys(scaling, keys.where, "rope_scaling.", keys)
+        for name in ("rope_type", "type"):
+            old.fixed(name, "default")
     theta = rope.positive("rope_theta")
     holder = rope if rope.get("partial_rotary_factor") is not None else keys
     factor = holder.positive("partial_rotary_factor")
@@ -218,9 +220,8 @@ def _gdn(keys: Keys) -> GdnGeometry:
 
 def _token_ids(keys: Keys, name: str, value: object) -> Iterable[int]:
     """``value`` is None, a token id, or a list of them."""
-    ids = [] if value is None else value if isinstance(value, list) else [value]
-    for token in ids:
-        if isinstance(token, bool) or not isinstance(token, int) or token < 0:
-            keys.wrong(name, "a token id or a list of them", value)
-            return []
+    given = [] if value is None else value if isinstance(value, list) else [value]
+    ids = [t for t in given if isinstance(t, int) and not isinstance(t, bool) and t >= 0]
+    if len(ids) < len(given):
+        keys.wrong(name, "a token id or a list of them", value)
     return ids

@@ -1,0 +1,119 @@
+"""The whole text model: embedding, layers, final norm, output projection."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import embedding, linear
+
+from qwen35.domain.errors import DtypeError, ShapeError, ValueRangeError
+from qwen35.model.batch import Batch
+from qwen35.model.config import TextConfig
+from qwen35.model.decoder import DecoderLayer
+from qwen35.model.mlp import projection
+from qwen35.model.norm import RMSNorm, add_and_norm
+from qwen35.model.pools import Pools
+from qwen35.model.rotary import Rotary
+from qwen35.model.tokenizer import Tokenizer
+from qwen35.ports.conv_calls import ConvPlan
+from qwen35.ports.gated_delta_rule import GatedDeltaRule
+from qwen35.ports.gdn_calls import GdnPlan
+from qwen35.ports.short_convolution import ShortConvolution
+
+
+class Model(nn.Module):
+    """A Qwen3.5 text model on the kernels it is given. ``load_model`` makes one.
+
+    ``config`` says what it is; ``tokenizer`` is None where the checkpoint has none. Parameters carry the
+    checkpoint's names without its prefix.
+    """
+
+    def __init__(
+        self, config: TextConfig, *, gated_delta_rule: GatedDeltaRule, short_convolution: ShortConvolution,
+        tokenizer: Tokenizer | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.config, self.tokenizer = config, tokenizer
+        self.gated_delta_rule, self.short_convolution = gated_delta_rule, short_convolution
+        self.embed_tokens = nn.Embedding(config.vocabulary, config.hidden).requires_grad_(False)
+        self.layers = nn.ModuleList(
+            DecoderLayer(config, i, gated_delta_rule, short_convolution) for i in range(config.layers)
+        )
+        self.norm = RMSNorm(config.hidden, config.eps)
+        self.lm_head = None if config.tied else projection(config.hidden, config.vocabulary)
+        self.rotary = Rotary(config.rotary_width, config.rope_theta)
+
+    @property
+    def device(self) -> torch.device:
+        return self.embed_tokens.weight.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the hidden states."""
+        return self.embed_tokens.weight.dtype
+
+    def pools(self, *, slots: int, max_length: int, state_dtype: torch.dtype = torch.float32) -> Pools:
+        """Zeroed pools for ``slots`` requests of up to ``max_length`` tokens, on the model's device."""
+        return Pools(
+            self.config, slots=slots, max_length=max_length, device=self.device, dtype=self.dtype,
+            state_dtype=state_dtype,
+        )  # fmt: skip
+
+    def prepare(
+        self, *, max_batch: int, max_tokens: int, state_dtype: torch.dtype = torch.float32
+    ) -> None:
+        """Let the kernels plan for batches of up to these sizes. Raises ``UnsupportedError`` where one cannot."""
+        self.gated_delta_rule.prepare(
+            GdnPlan(
+                geometry=self.config.gdn, state_dtype=state_dtype, device=self.device, max_batch=max_batch,
+                max_tokens=max_tokens, token_dtype=self.dtype, may_pad=False,
+            )
+        )  # fmt: skip
+        self.short_convolution.prepare(
+            ConvPlan(
+                channels=self.config.gdn.conv_channels, width=self.config.conv_width, window_dtype=self.dtype,
+                device=self.device, max_batch=max_batch, max_tokens=max_tokens, token_dtype=self.dtype,
+            )
+        )  # fmt: skip
+
+    @torch.no_grad()
+    def forward(
+        self, tokens: Tensor, batch: Batch, pools: Pools, logits_of: Literal["last", "all"] = "last"
+    ) -> Tensor:
+        """Logits in float32: [S, vocabulary] after each request's last token, or [T, vocabulary] after every one.
+
+        ``tokens`` [T] int64, packed as ``batch`` says. Mutates ``pools``: the batch's slots hold its tokens
+        afterwards. Raises ``ShapeError``, ``DtypeError`` or, for tokens on the host, ``ValueRangeError`` before
+        anything is written.
+        """
+        self._check(tokens, batch)
+        tokens = tokens.to(self.device)
+        residual = embedding(tokens, self.embed_tokens.weight)
+        cosine, sine = self.rotary.forward(batch.positions)
+        layers = [layer for layer in self.layers if isinstance(layer, DecoderLayer)]
+        norms = [*(layer.input_layernorm for layer in layers[1:]), self.norm]
+        normed = layers[0].input_layernorm.forward(residual)
+        for layer, pool, next_norm in zip(layers, pools.layers, norms, strict=True):
+            output, residual = layer.forward(normed, residual, batch, pool, cosine, sine)
+            normed, residual = add_and_norm(output, residual, next_norm)
+        pools.advance(batch)
+        if logits_of == "last":
+            normed = normed[batch.ends]
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        return linear(normed, head.weight).float()
+
+    def _check(self, tokens: Tensor, batch: Batch) -> None:
+        if tokens.shape != (batch.tokens,):
+            raise ShapeError(f"tokens must be [T] = [{batch.tokens}], got {list(tokens.shape)}")
+        if tokens.dtype != torch.int64:
+            raise DtypeError(f"tokens must be int64, got {tokens.dtype}")
+        if tokens.device.type == "cpu":
+            outside = (tokens < 0) | (tokens >= self.config.vocabulary)
+            if bool(outside.any()):
+                at = int(outside.nonzero()[0])
+                raise ValueRangeError(
+                    f"tokens[{at}] must be in 0..{self.config.vocabulary - 1}, got {int(tokens[at])}"
+                )
+
