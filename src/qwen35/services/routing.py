@@ -32,7 +32,8 @@ class Decision:
 
 def capturing() -> bool:
     """Whether the current stream is being captured into a CUDA graph; never where CUDA has not been used."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return initialized and torch.cuda.is_current_stream_capturing()
 
 
 class Route(Generic[Call, Result]):
