@@ -42,6 +42,9 @@ class Settings(BaseSettings):
     dtype: FloatName | Literal["auto"] = Field("auto", description="of weights and tokens; auto: bfloat16 on a GPU")
     state_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the GDN state pool")
     checked: bool = Field(False, description="check values on the device too; synchronises at every eager call")
+    sglang_plugin: bool = Field(True, description="hook into SGLang where it loads our plugin")
+    sglang_untested: bool = Field(False, description="try a release of SGLang that no test has seen")
+    sglang_strict: bool = Field(False, description="stop SGLang where seam or model do not fit; else it runs alone")
 
     @field_validator("gdn_fallback", "gdn_shadow", mode="before")
     @classmethod

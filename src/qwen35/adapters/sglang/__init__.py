@@ -1,0 +1,1 @@
+"""SGLang: its Triton kernels of the gated delta rule behind our port."""

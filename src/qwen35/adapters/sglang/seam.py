@@ -1,0 +1,124 @@
+"""Hooks inside SGLang: checked whole before the first one is installed, and switched off as a whole.
+
+SGLang's HookRegistry logs a target that it cannot patch and goes on, and a patch stays until the process ends.
+So everything is checked first, every patch goes through a switch of ours, and a patch that did not take turns all of
+them off again.
+"""
+
+from __future__ import annotations
+
+import inspect
+import pkgutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qwen35.domain.errors import UnavailableError
+
+#: Called as ``hook(original, *args, **kwargs)``; what it returns is what the caller of the target gets.
+Hook = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A function or value of SGLang: ``path`` is "module:Class.method" and ``signature`` its parameters as
+    ``signature_of`` writes them (None: anything that exists)."""
+
+    path: str
+    signature: str | None = None
+
+
+def signature_of(function: Any) -> str:
+    """The parameters without annotations and defaults: "(self, a, *, b, **kwargs)"."""
+    parts: list[str] = []
+    kinds = inspect.Parameter
+    star = False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is kinds.VAR_POSITIONAL:
+            star = True
+            parts.append(f"*{parameter.name}")
+        elif parameter.kind is kinds.VAR_KEYWORD:
+            parts.append(f"**{parameter.name}")
+        else:
+            if parameter.kind is kinds.KEYWORD_ONLY and not star:
+                star = True
+                parts.append("*")
+            parts.append(parameter.name)
+    return f"({', '.join(parts)})"
+
+
+def differences(targets: Mapping[str, Target]) -> tuple[str, ...]:
+    """What is not as the seam expects it, one sentence a target; imports the targets' modules."""
+    return tuple(found for target in targets.values() if (found := _difference(target)) is not None)
+
+
+def _difference(target: Target) -> str | None:
+    try:
+        value = pkgutil.resolve_name(target.path)
+    except (ImportError, AttributeError) as exc:
+        return f"{target.path} is not there ({exc})"
+    if target.signature is None:
+        return None
+    if not callable(value):
+        return f"{target.path} must be a function, got {type(value).__name__}"
+    found = signature_of(value)
+    return None if found == target.signature else f"{target.path} must take {target.signature}, takes {found}"
+
+
+class _Switch:
+    """One patched target: passes calls to ``hook``, or straight on where there is none."""
+
+    def __init__(self) -> None:
+        self.hook: Hook | None = None
+
+    def around(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        hook = self.hook
+        return original(*args, **kwargs) if hook is None else hook(original, *args, **kwargs)
+
+
+#: A patch lives as long as the process, so its switch does too.
+_SWITCHES: dict[str, _Switch] = {}
+
+
+def hook_later(path: str, hook: Hook) -> None:
+    """Register ``hook`` with SGLang's registry, which patches at its next ``apply_hooks``."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    switch = _SWITCHES.get(path)
+    if switch is None:
+        switch = _SWITCHES[path] = _Switch()
+        HookRegistry.register(path, switch.around, HookType.AROUND)
+    switch.hook = hook
+
+
+def install(release: str, targets: Mapping[str, Target], hooks: Mapping[str, Hook]) -> None:
+    """Patch every target that ``hooks`` names (by its key in ``targets``), or none of them.
+
+    Raises ``UnavailableError`` naming release, target and difference; SGLang is then as it was.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    found = differences(targets)
+    if found:
+        raise UnavailableError(f"the seam for SGLang {release}", found)
+    fresh = {path: pkgutil.resolve_name(path) for key in hooks if (path := targets[key].path) not in _SWITCHES}
+    for key, hook in hooks.items():
+        hook_later(targets[key].path, hook)
+    HookRegistry.apply_hooks()
+    unpatched = [path for path, before in fresh.items() if pkgutil.resolve_name(path) is before]
+    if unpatched:
+        uninstall()
+        raise UnavailableError(
+            f"the seam for SGLang {release}", [f"{path} was not patched; SGLang's log says why" for path in unpatched]
+        )
+
+
+def uninstall() -> None:
+    """Turn every hook off: patched functions go straight to SGLang's own."""
+    for switch in _SWITCHES.values():
+        switch.hook = None
+
+
+def installed() -> tuple[str, ...]:
+    """The targets whose hooks are on."""
+    return tuple(path for path, switch in _SWITCHES.items() if switch.hook is not None)

@@ -1,0 +1,159 @@
+"""The Gated DeltaNet part of the seam: exchanges a dispatcher's kernels, keeps raw gates, refreshes parameters."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qwen35.adapters.sglang.seam import Hook
+from qwen35.adapters.sglang.seam_calls import EXTENDING, ExtendContext
+from qwen35.adapters.sglang.seam_kernel import GdnKernel, kernel_class, stand_in
+from qwen35.adapters.sglang.seam_plan import backend_plan, replays_inputs, union
+from qwen35.adapters.sglang.seam_router import PORT, KernelRouter
+from qwen35.adapters.sglang.seams.release import Release
+from qwen35.domain.capabilities import Phase
+from qwen35.domain.errors import UnsupportedError
+from qwen35.ports.gated_delta_rule import GatedDeltaRule, GdnPlan
+from qwen35.services.counters import Counters
+
+logger = logging.getLogger("qwen35")
+
+#: The dispatcher's kernels, one a phase and one for draft trees.
+KERNEL_SLOTS = ("decode_kernel", "extend_kernel", "verify_kernel", "tree_verify_kernel")
+MODEL_FAMILY = "qwen3_5"
+
+
+class GdnSeam:
+    """``routes``: which adapter serves which phase; phases without one keep SGLang's own kernel, counted.
+
+    ``service`` is None where nothing is routed. ``strict``: a model that the chosen adapter cannot serve at all stops
+    the engine instead of leaving its calls to SGLang's own kernels.
+    """
+
+    def __init__(
+        self, release: Release, routes: Mapping[Phase, str], service: GatedDeltaRule | None, counters: Counters, *,
+        checked: bool = False, strict: bool = False,
+    ) -> None:  # fmt: skip
+        self._release, self._counters, self._strict = release, counters, strict
+        self.router = KernelRouter(routes, service, counters, checked)
+        self._exchanged: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
+        self._plan: GdnPlan | None = None
+        self.notes: list[str] = []
+
+    @property
+    def backends(self) -> int:
+        """How many of SGLang's GDN backends had their kernels exchanged."""
+        return len(self._exchanged)
+
+    def model_line(self) -> str | None:
+        """The sizes that the engine's pools have, None where no adapter was prepared for them."""
+        plan = self._plan
+        if plan is None:
+            return None
+        g = plan.geometry
+        return (
+            f"GDN heads {g.key_heads} (q, k) and {g.value_heads} (v) on this rank, widths {g.key_width} and "
+            f"{g.value_width}, state {plan.state_dtype}, at most {plan.max_batch} rows, {plan.max_tokens} tokens, "
+            f"{plan.max_draft} draft tokens"
+        )
+
+    def hooks(self) -> dict[str, Hook]:
+        """What to hook, by key of the release's targets."""
+        hooks: dict[str, Hook] = {"gdn_backend": self._around_backend}
+        if self.router.service is not None:
+            hooks["gdn_forward_extend"] = self._around_forward_extend
+            hooks |= dict.fromkeys(self._release.weight_updates, self._around_weight_update)
+        return hooks
+
+    def restore(self) -> None:
+        """Give every live dispatcher its own kernels back. Graphs that were captured keep what they captured."""
+        for reference, originals in self._exchanged:
+            dispatcher = reference()
+            for name, kernel in originals.items() if dispatcher is not None else ():
+                setattr(dispatcher, name, kernel)
+        self._exchanged.clear()
+
+    def _around_backend(self, original: Callable[..., None], backend: Any, model_runner: Any) -> None:
+        original(backend, model_runner)
+        family = model_runner.model_config.hf_text_config.model_type
+        if not family.startswith(MODEL_FAMILY):
+            self._note(f"{family} is not Qwen3.5: its GDN layers keep SGLang's own kernels, uncounted")
+            return
+        service = self.router.service
+        if service is not None:
+            self._prepare(service, backend, model_runner)
+        self._exchange(backend)
+        if Phase.EXTEND in self.router.routes and self._release.gather_switch is not None:
+            setattr(backend, self._release.gather_switch, False)
+
+    def _prepare(self, service: GatedDeltaRule, backend: Any, model_runner: Any) -> None:
+        plan = backend_plan(backend, model_runner, gathers_pool=self._release.gather_switch is None)
+        self._plan = plan if self._plan is None else union(self._plan, plan)
+        try:
+            service.prepare(self._plan)
+        except UnsupportedError as exc:
+            if self._strict:
+                raise
+            for reason in exc.reasons:
+                self._counters.add("plans_refused", port=PORT, adapter=",".join(self.router.routes.values()),
+                                   reason=reason)  # fmt: skip
+            self._note(f"{exc}; the calls in question go to SGLang's own kernels")
+        if Phase.VERIFY in self.router.routes and replays_inputs(backend):
+            self._note("verify is not routed: ReplaySSM verifies beside the dispatcher")
+
+    def _exchange(self, backend: Any) -> None:
+        from sglang.srt.layers.attention.linear.gdn_backend import FLA_CHUNK_SIZE
+        from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
+
+        dispatcher = backend.kernel_dispatcher
+        originals = {name: getattr(dispatcher, name) for name in KERNEL_SLOTS}
+        kind = kernel_class(LinearAttnKernelBase)
+        gathers = Phase.EXTEND in self.router.routes and self._release.gather_switch is not None
+        ours: dict[int, GdnKernel] = {
+            id(kernel): stand_in(kind, LinearAttnKernelBase, kernel, self.router, chunk=FLA_CHUNK_SIZE, gathers=gathers)
+            for kernel in originals.values()
+        }
+        for name, kernel in originals.items():
+            setattr(dispatcher, name, ours[id(kernel)])
+        # supports_packed_decode stays what SGLang's decode kernel offers: a call that falls back must find its method.
+        self._exchanged.append((weakref.ref(dispatcher), originals))
+
+    def _around_forward_extend(
+        self, original: Callable[..., Any], backend: Any, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any,
+        b: Any, **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        # Multi-item scoring hands the dispatcher other rows than these.
+        context = None if backend.mis_metadata is not None else _context(layer, forward_batch, a, b)
+        token = EXTENDING.set(context)
+        try:
+            return original(
+                backend, layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
+            )
+        finally:
+            EXTENDING.reset(token)
+
+    def _around_weight_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            # Even a failed update may have changed some parameters.
+            if self.router.service is not None:
+                copies = self.router.service.refresh_parameters()
+                self._counters.add("parameter_refreshes", port=PORT)
+                logger.info("refreshed %d parameter copies after a weight update", copies)
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        logger.warning("qwen35: %s", text)
+
+
+def _context(layer: Any, forward_batch: Any, a: Any, b: Any) -> ExtendContext:
+    verify = forward_batch.forward_mode.is_target_verify()
+    lengths = None if verify else forward_batch.extend_seq_lens_cpu
+    return ExtendContext(
+        a=a, b=b, A_log=layer.A_log, dt_bias=layer.dt_bias,
+        lengths=None if lengths is None else tuple(int(n) for n in lengths),
+        ragged=verify and forward_batch.spec_info.ragged_verify_layout is not None,
+    )  # fmt: skip

@@ -1,0 +1,66 @@
+"""Our counters on SGLang's Prometheus endpoint."""
+
+from __future__ import annotations
+
+import os
+import threading
+from typing import Any
+
+from qwen35.services.counters import Counters
+
+#: Set by SGLang's launcher, before it spawns schedulers, where metrics are on.
+DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
+#: Every label that a counter of ours may carry; one that a counter does not use is empty.
+LABELS = ("port", "phase", "adapter", "instead_of", "mode", "reason")
+PREFIX = "qwen35_"
+
+
+def metrics_wanted() -> bool:
+    """Whether SGLang collects metrics from its processes."""
+    return DIRECTORY_VARIABLE in os.environ
+
+
+class PrometheusMirror:
+    """Copies ``counters`` into prometheus_client's, which SGLang's endpoint gathers from all processes.
+
+    Make one only where ``metrics_wanted()``: prometheus_client decides at its import whether it is gathered.
+    """
+
+    def __init__(self, counters: Counters, period: float = 1.0) -> None:
+        self._counters, self._period = counters, period
+        self._seen: dict[tuple[str, tuple[tuple[str, str], ...]], int] = {}
+        self._metrics: dict[str, Any] = {}
+        self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="qwen35-metrics", daemon=True)
+
+    def start(self) -> None:
+        """Copy every ``period`` seconds from a thread of its own, so that no serving call waits for it."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Copy a last time and end the thread. Idempotent."""
+        self._stop.set()
+        if self._thread.is_alive():
+            self._thread.join()
+        self.copy()
+
+    def copy(self) -> None:
+        """Add what was counted since the last copy."""
+        from prometheus_client import Counter
+
+        with self._lock:
+            for key, value in self._counters.snapshot().items():
+                delta = value - self._seen.get(key, 0)
+                if not delta:
+                    continue
+                name, labels = key
+                if name not in self._metrics:
+                    self._metrics[name] = Counter(PREFIX + name, f"qwen35: {name.replace('_', ' ')}", LABELS)
+                given = dict(labels)
+                self._metrics[name].labels(**{label: given.get(label, "") for label in LABELS}).inc(delta)
+                self._seen[key] = value
+
+    def _run(self) -> None:
+        while not self._stop.wait(self._period):
+            self.copy()

@@ -1,0 +1,41 @@
+"""What the rest of the seam needs to know of one release of SGLang."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qwen35.adapters.sglang.seam import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a scheduler process stands: its GPU and its ranks."""
+
+    gpu: int
+    tensor_rank: int
+    pipeline_rank: int = 0
+    data_rank: int | None = None
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that speaks for all ranks."""
+        return self.tensor_rank == 0 and self.pipeline_rank == 0 and not self.data_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """One release.
+
+    ``targets``: what is hooked or relied on, by keys that all releases share. ``place`` reads the arguments of
+    Scheduler.__init__ by name. ``gather_switch``: the attribute of GDNAttnBackend that, set False, hands extend
+    the strided pool itself (None: a page-major pool is always gathered first). ``weight_updates``: the keys of
+    what changes parameters.
+    """
+
+    version: str
+    targets: Mapping[str, Target]
+    place: Callable[[Mapping[str, Any]], Place]
+    gather_switch: str | None
+    weight_updates: tuple[str, ...]

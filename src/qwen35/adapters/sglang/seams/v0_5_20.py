@@ -1,0 +1,70 @@
+"""SGLang 0.5.20."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from qwen35.adapters.sglang.seam import Target
+from qwen35.adapters.sglang.seams.release import Place, Release
+
+_GDN = "sglang.srt.layers.attention.linear.gdn_backend"
+_KERNELS = "sglang.srt.layers.attention.linear.kernels"
+_WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+
+_PACKED_DECODE = (
+    "(self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads, head_v_dim, **kwargs)"
+)
+_DECODE = "(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, **kwargs)"
+_EXTEND = "(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, **kwargs)"
+_VERIFY = "(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc, **kwargs)"
+
+TARGETS = {
+    # hooked
+    "scheduler": Target(
+        "sglang.srt.managers.scheduler:Scheduler.__init__",
+        "(self, server_args, port_args, gpu_id, tp_rank, moe_ep_rank, pp_rank, attn_cp_rank, moe_dp_rank, dp_rank)",
+    ),
+    "gdn_backend": Target(f"{_GDN}:GDNAttnBackend.__init__", "(self, model_runner)"),
+    "gdn_forward_extend": Target(
+        f"{_GDN}:GDNAttnBackend.forward_extend", "(self, layer, forward_batch, mixed_qkv, a, b, **kwargs)"
+    ),
+    "weights_disk": Target(f"{_WEIGHTS}.update_weights_from_disk", "(self, recv_req)"),
+    "weights_distributed": Target(f"{_WEIGHTS}.update_weights_from_distributed", "(self, recv_req)"),
+    "weights_tensor": Target(f"{_WEIGHTS}.update_weights_from_tensor", "(self, recv_req)"),
+    "weights_ipc": Target(f"{_WEIGHTS}.update_weights_from_ipc", "(self, recv_req)"),
+    "weights_resume": Target(f"{_WEIGHTS}.resume_memory_occupation", "(self, recv_req)"),
+    # relied on: who calls our kernels, and how
+    "dispatcher": Target(
+        f"{_GDN}:GDNKernelDispatcher.__init__", "(self, decode_backend, prefill_backend, verify_backend)"
+    ),
+    "dispatcher_packed_decode": Target(f"{_GDN}:GDNKernelDispatcher.packed_decode", _PACKED_DECODE),
+    "dispatcher_decode": Target(f"{_GDN}:GDNKernelDispatcher.decode", _DECODE),
+    "dispatcher_extend": Target(f"{_GDN}:GDNKernelDispatcher.extend", _EXTEND),
+    "dispatcher_verify": Target(f"{_GDN}:GDNKernelDispatcher.target_verify", _VERIFY),
+    "kernel_base": Target(f"{_KERNELS}.kernel_backend:LinearAttnKernelBase"),
+    "kernel_packed_decode": Target(f"{_KERNELS}.gdn_triton:TritonGDNKernel.packed_decode", _PACKED_DECODE),
+    "kernel_checkpoints": Target(f"{_KERNELS}.kernel_backend:LinearAttnKernelBase.uses_state_checkpoints"),
+    "checkpoint_plan": Target(
+        f"{_KERNELS}.gdn_flashinfer:maybe_build_flashinfer_checkpoint_plan", "(forward_batch, forward_metadata, device)"
+    ),
+    "chunk_size": Target(f"{_GDN}:FLA_CHUNK_SIZE"),
+    "schedule": Target("sglang.srt.runtime_context:get_schedule", "()"),
+}
+
+
+def place(arguments: Mapping[str, Any]) -> Place:
+    """From the arguments of Scheduler.__init__, by name."""
+    return Place(
+        gpu=arguments["gpu_id"], tensor_rank=arguments["tp_rank"], pipeline_rank=arguments["pp_rank"],
+        data_rank=arguments["dp_rank"],
+    )  # fmt: skip
+
+
+RELEASE = Release(
+    version="0.5.20",
+    targets=TARGETS,
+    place=place,
+    gather_switch=None,
+    weight_updates=("weights_disk", "weights_distributed", "weights_tensor", "weights_ipc", "weights_resume"),
+)

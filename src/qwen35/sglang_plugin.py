@@ -1,0 +1,260 @@
+"""SGLang's entry point: builds the container and hands its services to the seam of the installed release.
+
+SGLang loads plugins in every process that it starts, before it knows model and arguments. So ``register`` only
+checks what can be known by then and hooks the scheduler's constructor; the rest is installed from inside that.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qwen35.adapters.sglang import seam
+from qwen35.adapters.sglang.seam_explain import ModelFacts, PhaseChoice, read_model
+from qwen35.adapters.sglang.seam_explain import explain as explain_text
+from qwen35.adapters.sglang.seam_gdn import MODEL_FAMILY, GdnSeam
+from qwen35.adapters.sglang.seam_metrics import PrometheusMirror, metrics_wanted
+from qwen35.adapters.sglang.seams import installed_release, release_seam
+from qwen35.adapters.sglang.seams.release import Place, Release
+from qwen35.container import Container, build
+from qwen35.domain.capabilities import Phase
+from qwen35.domain.errors import Qwen35Error, UnavailableError, UnsupportedError
+from qwen35.ports.support import plan_support
+from qwen35.services.assembly import make_registry
+from qwen35.services.gated_delta_rule import PORT
+from qwen35.services.platform import detect_platform
+from qwen35.services.registry import AUTO, AdapterRegistry
+from qwen35.settings import Settings, load_settings
+
+logger = logging.getLogger("qwen35")
+
+SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
+#: Serves nothing in a container whose settings name no adapter, and costs nothing to make.
+UNUSED = "reference"
+
+
+@dataclass(slots=True)
+class Running:
+    """The plugin in one scheduler process. ``gdn`` and the parts after it were installed together."""
+
+    container: Container
+    release: Release
+    place: Place
+    gdn: GdnSeam
+    mirror: PrometheusMirror | None = None
+    announced: list[str] = field(default_factory=list)
+
+
+_RUNNING: list[Running] = []
+
+
+def register() -> None:
+    """SGLang calls this in every process. A demand that cannot be met ends the process with one line."""
+    if SCHEDULER_MODULE not in sys.modules:
+        return  # no scheduler is made in this process, and importing one takes seconds
+    try:
+        settings = load_settings()
+        if not settings.sglang_plugin:
+            return
+        refuse_impossible(settings)
+        release = _release(settings)
+    except Qwen35Error as exc:
+        raise SystemExit(f"qwen35: {exc}") from exc
+    if release is not None:
+        seam.hook_later(release.targets["scheduler"].path, partial(_around_scheduler, settings, release))
+
+
+def running() -> Running | None:
+    """The plugin as it runs in this process, None where it is not installed."""
+    return _RUNNING[-1] if _RUNNING else None
+
+
+def uninstall() -> None:
+    """Turn everything off: hooks pass straight on, and every live dispatcher has SGLang's own kernels again.
+
+    CUDA graphs that were captured keep the kernels that they captured.
+    """
+    seam.uninstall()
+    for one in _RUNNING:
+        one.gdn.restore()
+        if one.mirror is not None:
+            one.mirror.stop()
+    _RUNNING.clear()
+
+
+def requested_phases(settings: Settings) -> dict[Phase, str]:
+    """The phases that the settings route, and the adapter of each; "auto" keeps SGLang's own kernel."""
+    names = {
+        Phase.DECODE: settings.gdn_decode, Phase.EXTEND: settings.gdn_extend, Phase.VERIFY: settings.gdn_verify,
+    }  # fmt: skip
+    return {phase: name for phase, name in names.items() if name != AUTO}
+
+
+def refuse_impossible(settings: Settings) -> None:
+    """Raise for an adapter that the settings name and that does not exist or cannot be used on this machine."""
+    names = {*requested_phases(settings).values(), *filter(None, [settings.gdn_fallback])}
+    if not names:
+        return
+    registry = make_registry(settings, detect_platform(settings.device), ())
+    for name in sorted(names):
+        support = registry.usable(PORT, name)
+        if not support:
+            raise UnavailableError(f"{PORT} adapter {name!r}", support.reasons)
+
+
+def explain(model: str = "") -> str:
+    """What the plugin would do on this machine with the settings in force, for the model directory ``model``.
+
+    Imports SGLang, to check its names. Raises ``ConfigurationError`` for settings or a directory that cannot be read.
+    """
+    settings = load_settings()
+    registry = make_registry(settings, detect_platform(settings.device), ())
+    facts = read_model(Path(model), settings.state_dtype) if model else None
+    found = installed_release()
+    problems: tuple[str, ...] = ("SGLang is not installed",)
+    if not settings.sglang_plugin:
+        problems = ("QWEN35_SGLANG_PLUGIN is off",)
+    elif found is not None:
+        try:
+            problems = seam.differences(release_seam(found, settings.sglang_untested).targets)
+        except UnavailableError as exc:
+            problems = (str(exc),)
+    return explain_text(
+        release=found, problems=problems, platform=registry.platform, choices=_choices(settings, registry, facts),
+        fallback=settings.gdn_fallback, model=None if facts is None else _model_line(facts),
+    )  # fmt: skip
+
+
+def _release(settings: Settings) -> Release | None:
+    """The seam of the installed release; None, said once, where it is untested and SGLang may run without us."""
+    found = installed_release()
+    if found is None:
+        return None
+    try:
+        return release_seam(found, settings.sglang_untested)
+    except UnavailableError as exc:
+        if settings.sglang_strict:
+            raise
+        logger.error("qwen35: %s. SGLang runs as if the plugin were not there", exc)
+        return None
+
+
+def _around_scheduler(
+    settings: Settings, release: Release, original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any
+) -> None:
+    one = None
+    try:
+        found = seam.differences(release.targets)
+        if found:
+            raise UnavailableError(f"the seam for SGLang {installed_release()}", found)
+        place = release.place(inspect.signature(original).bind(scheduler, *args, **kwargs).arguments)
+        one = start(settings, release, place, make_container(settings, place))
+    except UnavailableError as exc:
+        _run_alone(settings, exc)
+    try:
+        original(scheduler, *args, **kwargs)
+    except UnsupportedError as exc:
+        raise SystemExit(f"qwen35: {exc}") from exc
+    if one is not None:
+        announce(settings, one)
+
+
+def _run_alone(settings: Settings, exc: UnavailableError) -> None:
+    if settings.sglang_strict:
+        raise SystemExit(f"qwen35: {exc}") from exc
+    logger.error("qwen35: %s. SGLang runs as if the plugin were not there", exc)
+
+
+def make_container(settings: Settings, place: Place) -> Container:
+    """The container of this process. Phases that are not routed share a routed phase's adapter, or a free one.
+
+    What cannot be honoured ends the process with one line.
+    """
+    routes = requested_phases(settings)
+    filler = next(iter(routes.values()), UNUSED)
+    names = {f"gdn_{phase}": routes.get(phase, filler) for phase in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY)}
+    overrides: dict[str, Any] = {**names, "conv": UNUSED, "device": _device(settings, place)}
+    try:
+        return build(settings, **overrides)
+    except Qwen35Error as exc:
+        raise SystemExit(f"qwen35: {exc}") from exc
+
+
+def start(settings: Settings, release: Release, place: Place, container: Container) -> Running:
+    """Install every part of the seam in this process, or nothing.
+
+    Raises ``UnavailableError`` naming release, target and difference.
+    """
+    routes = requested_phases(settings)
+    gdn = GdnSeam(
+        release, routes, container.gated_delta_rule() if routes else None, container.counters(),
+        checked=settings.checked, strict=settings.sglang_strict,
+    )  # fmt: skip
+    seam.install(installed_release() or release.version, release.targets, gdn.hooks())
+    one = Running(container, release, place, gdn)
+    _RUNNING.append(one)
+    return one
+
+
+def announce(settings: Settings, one: Running) -> None:
+    """Once the engine stands: log what is done and why, at a level that shows, and start the metrics."""
+    if requested_phases(settings) and not one.gdn.backends:
+        one.gdn.notes.append("this model has no Gated DeltaNet layers of Qwen3.5: nothing is routed")
+    if not one.place.first:
+        return
+    registry = one.container.registry()
+    text = explain_text(
+        release=installed_release(), problems=(), platform=registry.platform,
+        choices=_choices(settings, registry, None), fallback=settings.gdn_fallback, model=one.gdn.model_line(),
+        others=one.gdn.notes,
+    )  # fmt: skip
+    one.announced.append(text)
+    logger.warning("%s", text)
+    if metrics_wanted():
+        one.mirror = PrometheusMirror(one.container.counters())
+        one.mirror.start()
+
+
+def _device(settings: Settings, place: Place) -> str:
+    """SGLang makes a GPU current only after its scheduler has begun, so "auto" would take the first one."""
+    if settings.device == AUTO and torch.cuda.is_available() and place.gpu < torch.cuda.device_count():
+        return f"cuda:{place.gpu}"
+    return settings.device
+
+
+def _choices(settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None) -> list[PhaseChoice]:
+    routes = requested_phases(settings)
+    return [
+        PhaseChoice(phase=phase, adapter=routes.get(phase), reasons=_reasons(registry, routes.get(phase), facts))
+        for phase in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY)
+    ]
+
+
+def _reasons(registry: AdapterRegistry, name: str | None, facts: ModelFacts | None) -> tuple[str, ...]:
+    if name is None:
+        return ()
+    support = registry.usable(PORT, name)
+    plan = None if facts is None else facts.plan(torch.device(registry.platform.device))
+    if support and plan is not None:
+        support = plan_support(registry.adapter(PORT, name).capabilities, plan)
+    return support.reasons
+
+
+def _model_line(facts: ModelFacts) -> str:
+    if not facts.family.startswith(MODEL_FAMILY):
+        return f"{facts.family} is not Qwen3.5: nothing is routed, SGLang's own kernels serve"
+    g = facts.geometry
+    if g is None:
+        return f"{facts.family} has no Gated DeltaNet layers: nothing is routed"
+    return (
+        f"{facts.family}, GDN heads {g.key_heads} (q, k) and {g.value_heads} (v) before tensor parallelism, "
+        f"widths {g.key_width} and {g.value_width}"
+    )
