@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from qwen35 import __version__
-from qwen35.cli import doctor, swap
+from qwen35.cli import conform, demo, doctor, generate, swap
 from qwen35.cli.screen import errors
 from qwen35.domain.errors import Qwen35Error
 
@@ -35,6 +35,9 @@ app = typer.Typer(
 )  # fmt: skip
 app.command()(doctor.doctor)
 app.command()(swap.swap)
+app.command()(generate.generate)
+app.command()(conform.conform)
+app.command()(demo.demo)
 
 
 def _version(wanted: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from qwen35.domain.errors import ConfigurationError, UnavailableError
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from qwen35.domain.geometry import GdnGeometry
     from qwen35.services.registry import AdapterRegistry
     from qwen35.testing.swap import Experiment, Progress
     from qwen35.testing.workload import Row
@@ -27,40 +29,61 @@ _ORACLE = "reference64"
 EXIT_INTERRUPTED = 130
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """The options of one experiment, as the command line spells them. ``gdn`` empty: every usable adapter but the
+    oracle; ``device`` empty: what the settings say; ``null_slot`` -1: none."""
+
+    model: Path | None = None
+    geometry: str = "35B-A3B"
+    tp: int = 1
+    gdn: str = ""
+    decode_batches: str = "1,8,64,256"
+    prefill: str = "1x2048;16x1024"
+    verify: str = "8x4"
+    state_dtype: str = "float32"
+    dtype: str = "auto"
+    null_slot: int = -1
+    device: str = ""
+    seed: int = 0
+    repeats: int = 20
+
+    def command(self) -> str:
+        """The command that repeats the experiment."""
+        words = ["qwen35", "swap"]
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value not in (None, "") and not (field.name == "geometry" and self.model is not None):
+                words += [f"--{field.name.replace('_', '-')}", str(value)]
+        return shlex.join(words)
+
+
+_DEFAULT = Request()
+
+
 def swap(
     model: Path | None = typer.Option(None, help="Checkpoint folder whose config.json gives the geometry."),
-    geometry: str = typer.Option("35B-A3B", help="Public geometry: 35B-A3B, 122B-A10B or 397B-A17B."),
-    tp: int = typer.Option(1, min=1, help="Tensor-parallel ranks; one rank's part is measured."),
+    geometry: str = typer.Option(_DEFAULT.geometry, help="Public geometry: 35B-A3B, 122B-A10B or 397B-A17B."),
+    tp: int = typer.Option(_DEFAULT.tp, min=1, help="Tensor-parallel ranks; one rank's part is measured."),
     gdn: str = typer.Option("", help="Adapters joined by commas; default: all that are usable, the oracle apart."),
-    decode_batches: str = typer.Option("1,8,64,256", help="Decode batch sizes."),
-    prefill: str = typer.Option("1x2048;16x1024", help="Length sets joined by ';', each COUNTxLENGTH,..."),
-    verify: str = typer.Option("8x4", help="Verify widths, BATCHxDRAFT joined by commas."),
-    state_dtype: str = typer.Option("float32", help="State pool: float32 or bfloat16."),
-    dtype: str = typer.Option("auto", help="Tokens: auto, float32, bfloat16 or float16."),
-    null_slot: int = typer.Option(-1, help="A slot that the pool reserves, as engines do; -1: none."),
+    decode_batches: str = typer.Option(_DEFAULT.decode_batches, help="Decode batch sizes."),
+    prefill: str = typer.Option(_DEFAULT.prefill, help="Length sets joined by ';', each COUNTxLENGTH,..."),
+    verify: str = typer.Option(_DEFAULT.verify, help="Verify widths, BATCHxDRAFT joined by commas."),
+    state_dtype: str = typer.Option(_DEFAULT.state_dtype, help="State pool: float32 or bfloat16."),
+    dtype: str = typer.Option(_DEFAULT.dtype, help="Tokens: auto, float32, bfloat16 or float16."),
+    null_slot: int = typer.Option(_DEFAULT.null_slot, help="A slot that the pool reserves, as engines do; -1: none."),
     device: str = typer.Option("", help=DEVICE_HELP),
-    seed: int = typer.Option(0, help="Seed of tokens, states and slots."),
-    repeats: int = typer.Option(20, min=1, help="Replays (or eager calls) a round; there are two rounds."),
+    seed: int = typer.Option(_DEFAULT.seed, help="Seed of tokens, states and slots."),
+    repeats: int = typer.Option(_DEFAULT.repeats, min=1, help="Replays or eager calls a round; there are two."),
     out: Path | None = typer.Option(None, help="Folder for swap.json and swap.png; default: runs/swap-DATE."),
 ) -> None:
     """Run adapters on the same calls: error against float64, time, memory ceiling, broken clauses, winner."""
-    registry = open_registry(settings_in_force(device))
-    rows = make_rows(decode_batches, prefill, verify)
-    name, sizes = parse.geometry(model, geometry, tp)
-    experiment = _experiment(
-        registry, rows, sizes, gdn=gdn, state_dtype=state_dtype, dtype=dtype, seed=seed, repeats=repeats,
-        null_slot=null_slot,
+    request = Request(
+        model=model, geometry=geometry, tp=tp, gdn=gdn, decode_batches=decode_batches, prefill=prefill,
+        verify=verify, state_dtype=state_dtype, dtype=dtype, null_slot=null_slot, device=device, seed=seed,
+        repeats=repeats,
     )  # fmt: skip
-    source = ["--geometry", name] if model is None else ["--model", str(model)]
-    words = [
-        "qwen35", "swap", *source, "--tp", str(tp), "--gdn", ",".join(experiment.adapters),
-        "--decode-batches", decode_batches, "--prefill", prefill, "--verify", verify, "--state-dtype", state_dtype,
-        "--dtype", dtype, "--null-slot", str(null_slot), "--device", registry.platform.device, "--seed", str(seed),
-        "--repeats", str(repeats),
-    ]  # fmt: skip
-    folder = out or Path("runs") / f"swap-{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}"
-    folder.mkdir(parents=True, exist_ok=True)
-    report = measure(experiment, registry, folder, name, tp, shlex.join(words))
+    report = measure(request, out or Path("runs") / f"swap-{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}")
     if report["interrupted"]:
         raise typer.Exit(EXIT_INTERRUPTED)
 
@@ -78,17 +101,20 @@ def make_rows(decode_batches: str, prefill: str, verify: str) -> tuple[Row, ...]
     return tuple(rows)
 
 
-def measure(
-    experiment: Experiment, registry: AdapterRegistry, folder: Path, name: str, tp: int, command: str
-) -> dict[str, Any]:
-    """Run ``experiment``, show its table, write swap.json and swap.png into ``folder``; the document.
+def measure(request: Request, folder: Path) -> dict[str, Any]:
+    """Run the experiment, show its table, write swap.json and swap.png into ``folder``; the document.
 
     Whatever ends the run (Ctrl-C included), the cells measured so far are written first, marked interrupted.
     """
     from qwen35.testing.swap import Progress
     from qwen35.testing.swap_report import document
 
-    progress, finished = Progress(), False
+    registry = open_registry(settings_in_force(request.device))
+    name, sizes = parse.geometry(request.model, request.geometry, request.tp)
+    experiment = _experiment(request, registry, sizes)
+    named = replace(request, gdn=",".join(experiment.adapters), device=registry.platform.device)
+    folder.mkdir(parents=True, exist_ok=True)
+    path, progress, finished = folder / "swap.json", Progress(), False
     report: dict[str, Any] = {}
     try:
         _measure_with_bar(experiment, registry, progress)
@@ -97,11 +123,11 @@ def measure(
         errors().print("interrupted: keeping what was measured", style="yellow")
     finally:
         report = document(
-            experiment, progress, registry.platform, geometry_name=name, tp=tp, command=command,
+            experiment, progress, registry.platform, geometry_name=name, tp=request.tp, command=named.command(),
             interrupted=not finished,
         )  # fmt: skip
-        path = folder / "swap.json"
         path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        registry.close()
     output().print(table(report))
     for line in remarks(report):
         typer.echo(line)
@@ -110,27 +136,28 @@ def measure(
     return report
 
 
-def _experiment(
-    registry: AdapterRegistry, rows: tuple[Row, ...], sizes: Any, *, gdn: str, state_dtype: str, dtype: str,
-    seed: int, repeats: int, null_slot: int,
-) -> Experiment:  # fmt: skip
+def _experiment(request: Request, registry: AdapterRegistry, geometry: GdnGeometry) -> Experiment:
+    """Everything is parsed, and every adapter known, before anything is measured."""
     import torch
 
     from qwen35.services.gated_delta_rule import PORT
     from qwen35.testing.swap import Experiment
     from qwen35.testing.workload import Layout
 
-    adapters = parse.names("--gdn", gdn)
+    adapters = parse.names("--gdn", request.gdn)
     for name in adapters:
         registry.entry(PORT, name)
     if not adapters:
         adapters = tuple(n for n in registry.names(PORT) if n != _ORACLE and registry.usable(PORT, n))
     layout = Layout(
-        geometry=sizes, token_dtype=parse.token_dtype(dtype, registry.platform.device_type),
-        state_dtype=parse.state_dtype(state_dtype), device=torch.device(registry.platform.device),
-        null_slot=None if null_slot < 0 else null_slot,
+        geometry=geometry, token_dtype=parse.token_dtype(request.dtype, registry.platform.device_type),
+        state_dtype=parse.state_dtype(request.state_dtype), device=torch.device(registry.platform.device),
+        null_slot=None if request.null_slot < 0 else request.null_slot,
     )  # fmt: skip
-    return Experiment(layout=layout, rows=rows, adapters=adapters, seed=seed, repeats=repeats)
+    return Experiment(
+        layout=layout, rows=make_rows(request.decode_batches, request.prefill, request.verify), adapters=adapters,
+        seed=request.seed, repeats=request.repeats,
+    )  # fmt: skip
 
 
 def _measure_with_bar(experiment: Experiment, registry: AdapterRegistry, progress: Progress) -> None:

@@ -85,7 +85,7 @@ def _result(cell: Cell) -> dict[str, Any]:
         "spread_us": None if t is None else round(t.spread_us, 2),
         "samples": None if t is None else t.samples,
         "method": None if t is None else str(t.method),
-        "percent_of_ceiling": None if cell.ceiling is None else round(100 * cell.ceiling, 2),
+        "percent_of_ceiling": None if cell.ceiling is None else float(f"{100 * cell.ceiling:.4g}"),
         "output_error": _finite(cell.output_error), "state_error": _finite(cell.state_error),
         "output_bound": None if bound is None else bound.output,
         "state_bound": None if bound is None else bound.state,

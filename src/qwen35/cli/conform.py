@@ -1,0 +1,137 @@
+"""``qwen35 conform``: the law suites of the contract against one adapter, clause by clause."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from qwen35.cli.house import DEVICE_HELP, settings_in_force
+from qwen35.cli.screen import output, progress_bar
+from qwen35.domain.errors import UnknownNameError
+
+if TYPE_CHECKING:
+    from qwen35.container import Container
+    from qwen35.domain.platform import Platform
+    from qwen35.testing.conformance import LawReport
+
+SCHEMA = 1
+EXIT_BROKEN = 1
+#: The settings that hand a port to one adapter.
+_SETTINGS = {
+    "gated_delta_rule": ("gdn_decode", "gdn_extend", "gdn_verify"),
+    "short_convolution": ("conv",),
+}  # fmt: skip
+_STYLES = {"passed": "green", "failed": "bold red", "deviates": "yellow", "skipped": "dim"}
+
+
+def conform(
+    adapter: str = typer.Argument(help="Adapter by name, built in or from any installed package."),
+    port: str = typer.Option("gated_delta_rule", help="gated_delta_rule or short_convolution."),
+    examples: int = typer.Option(0, min=0, help="Cases a law; 0: what the profile says."),
+    profile: str = typer.Option("", help="cpu, interpreter or gpu sizes; default: by the device."),
+    clause: str = typer.Option("", help="Only this clause, as the table spells it."),
+    seed: int = typer.Option(-1, help="Repeat the run with this seed; -1: a fresh one."),
+    device: str = typer.Option("", help=DEVICE_HELP),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
+) -> None:
+    """Check an adapter against every clause of the contract; exit code 1 where one is broken."""
+    from qwen35.container import build
+
+    if port not in _SETTINGS:
+        raise UnknownNameError("port", port, _SETTINGS)
+    settings = settings_in_force(device).model_copy(update={"gdn_fallback": None, "gdn_shadow": None})
+    named: dict[str, Any] = dict.fromkeys(_SETTINGS[port], adapter)
+    suite = Suite(port, lambda: build(settings, **named))
+    reports = suite.run(examples=examples or None, profile=profile, clause=clause, seed=None if seed < 0 else seed)
+    result = document(suite.platform, port, adapter, reports)
+    if as_json:
+        typer.echo(json.dumps(result, indent=1, allow_nan=False))
+    else:
+        show(result)
+    if not result["ok"]:
+        raise typer.Exit(EXIT_BROKEN)
+
+
+class Suite:
+    """The laws of ``port`` against services of containers that ``make`` builds, a fresh one a law, so that what
+    guards a deployment is judged with the adapter. Raises what ``make`` raises, before any law."""
+
+    def __init__(self, port: str, make: Callable[[], Container]) -> None:
+        self._port, self._make = port, make
+        self._container = make()
+        self.platform = self._container.platform()
+
+    def run(self, *, examples: int | None, profile: str, clause: str, seed: int | None) -> list[LawReport]:
+        """Every report; its ``fallbacks`` are the calls that a fallback served in that law's container."""
+        from qwen35.domain.capabilities import Clause
+        from qwen35.testing.conformance import iter_laws, laws_of
+        from qwen35.testing.limits import Profile
+
+        only, sizes = _choice("clause", Clause, clause), _choice("profile", Profile, profile)
+        reports = []
+        with progress_bar() as bar:
+            task = bar.add_task("laws", total=len(laws_of(self._port, only)))
+            for report in iter_laws(
+                self._port, self._service, device=self.platform.device, profile=sizes, examples=examples, only=only,
+                seed=seed,
+            ):  # fmt: skip
+                served = self._container.counters().total("fallbacks", port=self._port)
+                reports.append(replace(report, fallbacks=served))
+                bar.update(task, advance=1, description=f"{report.clause}: {report.law}")
+        return reports
+
+    def _service(self) -> Any:
+        self._container = self._make()
+        if self._port == "gated_delta_rule":
+            return self._container.gated_delta_rule()
+        return self._container.short_convolution()
+
+
+def _choice(kind: str, options: Any, name: str) -> Any:
+    """The member of the enum ``options`` called ``name``; None for an empty name."""
+    if not name:
+        return None
+    known = {str(member): member for member in options}
+    if name not in known:
+        raise UnknownNameError(kind, name, known)
+    return known[name]
+
+
+def document(platform: Platform, port: str, adapter: str, reports: list[LawReport]) -> dict[str, Any]:
+    """What ``--json`` prints. ``ok``: something passed, nothing failed, no fallback served."""
+    from qwen35.testing.conformance import LawStatus
+    from qwen35.testing.machine import device_facts, versions
+
+    fallbacks = sum(report.fallbacks for report in reports)
+    passed = any(report.status is LawStatus.PASSED for report in reports)
+    laws = [asdict(report) | {"clause": str(report.clause), "status": str(report.status)} for report in reports]
+    return {
+        "schema": SCHEMA, "kind": "conform", "port": port, "adapter": adapter,
+        "ok": passed and not fallbacks and all(report.ok for report in reports), "fallbacks": fallbacks,
+        "device": device_facts(platform), "versions": versions(), "laws": laws,
+    }  # fmt: skip
+
+
+def show(result: dict[str, Any]) -> None:
+    """A table of laws, then what broke, with its smallest example."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("clause", "law", "result", "cases", "refused", title=f"{result['port']}: {result['adapter']}")
+    for law in result["laws"]:
+        status = f"[{_STYLES[law['status']]}]{law['status']}[/]"
+        table.add_row(law["clause"], escape(law["law"]), status, str(law["examples"]), str(law["refused"]))
+    output().print(table)
+    for law in result["laws"]:
+        if law["status"] == "passed":
+            continue
+        typer.echo(f"{law['clause']}, {law['law']}: {law['status']}: {law['reason']}")
+        if law["example"]:
+            typer.echo(f"  smallest example (seed {law['seed']}): {law['example']}")
+    counts = {status: sum(law["status"] == status for law in result["laws"]) for status in _STYLES}
+    typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
+    typer.echo(f"a fallback served {result['fallbacks']} calls")
