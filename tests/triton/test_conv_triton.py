@@ -105,7 +105,7 @@ def test_extend(
     token: torch.dtype, window: torch.dtype, weights: torch.dtype,
 ) -> None:  # fmt: skip
     drawn = ConvProblem(seed=seed, device=device, token=token, window=window, weights=weights)
-    lengths, fresh = [1, 0, 17, 2, 33, 16, 3], [False, False, True, False, False, False, True]
+    lengths, fresh = [1, 0, 17, 3, 33, 16, 2], [False, False, True, False, False, False, True]
     assert_agrees(adapter, drawn.extend([3, 1, 0, 8, 5, -1, 2], lengths, fresh), seed)
     assert_agrees(adapter, drawn.extend([3, 1, 8], [0, 18, 5], write_slots=[6, -1, 0]), seed)
 
