@@ -87,7 +87,7 @@ def _prepare(bench: Bench, trial: Trial) -> None:
 
 def _warm_up(bench: Bench, trial: Trial) -> None:
     """Run once on a side stream, as capture wants it, and put every buffer back."""
-    side = torch.cuda.Stream()
+    side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         serve(bench.adapter, trial.call)

@@ -125,7 +125,7 @@ def _packed(kit: Kit, dense: dict[str, Tensor], case: Case[Any], inputs: dict[st
         grid = base[case.shift :].view(*case.leading, columns)
         start = 0
         for name, width in zip(names, widths, strict=True):
-            view = grid[..., start : start + width].unflatten(-1, dense[name].shape[lead:])
+            view = grid[..., start : start + width].view(dense[name].shape)
             view.copy_(dense[name])
             views[name] = view
             start += width

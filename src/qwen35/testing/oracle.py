@@ -61,7 +61,8 @@ def _upcast(parts: Parts, used: list[int]) -> Parts:
     def up(value: Any) -> Any:
         return value.to(torch.float64) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-    index = torch.tensor(used, dtype=torch.int64, device=parts.pool.device)
+    # A pool of no slots has no strides to speak of, so there is always one.
+    index = torch.tensor(used or [0], dtype=torch.int64, device=parts.pool.device)
     return replace(
         parts,
         pool=parts.pool[index].to(torch.float64),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,7 +64,7 @@ def splits(bench: Bench, case: Case[Any]) -> None:
     out = whole.run().out
     assert out is not None
     choice, offsets = case.choices(), case.offsets
-    cuts = [choice.randint(a, b) for a, b in zip(offsets, offsets[1:], strict=False)]
+    cuts = [choice.randint(a, b) for a, b in pairwise(offsets)]
     first = [(offsets[s], cut) for s, cut in enumerate(cuts)]
     second = [(cut, offsets[s + 1]) for s, cut in enumerate(cuts)]
     fresh = halves.parts.fresh
@@ -88,7 +89,7 @@ def steps(bench: Bench, case: Case[Any]) -> None:
     out = whole.run().out
     assert out is not None
     choice, offsets = case.choices(), case.offsets
-    cuts = [choice.choice((a, choice.randint(a, b), max(a, b - 1))) for a, b in zip(offsets, offsets[1:], strict=False)]
+    cuts = [choice.choice((a, choice.randint(a, b), max(a, b - 1))) for a, b in pairwise(offsets)]
     first = [(offsets[s], cut) for s, cut in enumerate(cuts)]
     head = extend_spans(bench, stepped.parts, first, None)
     second = [(cut, offsets[s + 1]) for s, cut in enumerate(cuts)]
@@ -189,8 +190,9 @@ def fresh(bench: Bench, case: Case[Any]) -> None:
     trial = bench.trial(case)
     assert case.fresh is not None
     junk = (float("nan"), float("inf"), -1e30)
-    for i, (slot, flag) in enumerate(zip(case.slots, case.fresh, strict=True)):
-        if flag and slot >= 0:
+    needed = {slot for slot, flag in zip(case.slots, case.fresh, strict=True) if not flag}
+    for i, slot in enumerate(case.slots):
+        if slot >= 0 and slot not in needed:
             trial.fill_slots([slot], junk[i % len(junk)])
     want = trial.truth()
     served = trial.run()

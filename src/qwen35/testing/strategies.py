@@ -38,6 +38,9 @@ class Wish:
     checkpoints: bool = False
 
 
+_ANY = Wish()
+
+
 @st.composite
 def slot_rows(draw: st.DrawFn, rows: int, limits: Limits, pad: bool | None) -> tuple[int, tuple[int, ...]]:
     """A pool size and ``rows`` distinct slots of it, -1 in random places."""
@@ -94,7 +97,7 @@ def trees(draw: st.DrawFn, rows: int, draft: int) -> tuple[tuple[int, ...], ...]
 
 
 @st.composite
-def cases(draw: st.DrawFn, kit: Kit, limits: Limits, phase: Phase, wish: Wish = Wish()) -> Case[Any]:  # noqa: B008
+def cases(draw: st.DrawFn, kit: Kit, limits: Limits, phase: Phase, wish: Wish = _ANY) -> Case[Any]:
     """A case of one phase within ``limits``."""
     extend = phase is Phase.EXTEND
     most = limits.max_sequences if extend else limits.max_rows

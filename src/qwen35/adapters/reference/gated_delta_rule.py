@@ -64,12 +64,11 @@ class ReferenceGatedDeltaRule:
         check_decode(call)
         self._admit(call)
         out = torch.zeros_like(call.v) if call.out is None else call.out.zero_()
-        log_decay, beta = self._gates(call.gates)
         written = call.slots if call.write_slots is None else call.write_slots
         for row, (read, write) in enumerate(zip(call.slots.tolist(), written.tolist(), strict=True)):
             if read < 0:
                 continue
-            token = (call.q[row], call.k[row], call.v[row], log_decay[row], beta[row])
+            token = (call.q[row], call.k[row], call.v[row], *self._gates(call.gates, row))
             state, o = self._step(call.states[read].to(self._dtype), *token, call.scale)
             out[row] = o
             if write >= 0:
@@ -81,7 +80,6 @@ class ReferenceGatedDeltaRule:
         check_extend(call)
         self._admit(call)
         out = torch.zeros_like(call.v) if call.out is None else call.out.zero_()
-        log_decay, beta = self._gates(call.gates)
         written = (call.slots if call.write_slots is None else call.write_slots).tolist()
         fresh = [False] * len(written) if call.fresh is None else call.fresh.tolist()
         offsets, plan, checkpoints = call.cu_seqlens.tolist(), call.checkpoints, None
@@ -94,7 +92,7 @@ class ReferenceGatedDeltaRule:
             if fresh[s]:
                 state = torch.zeros_like(state)
             for t in range(offsets[s], offsets[s + 1]):
-                token = (call.q[t], call.k[t], call.v[t], log_decay[t], beta[t])
+                token = (call.q[t], call.k[t], call.v[t], *self._gates(call.gates, t))
                 state, out[t] = self._step(state, *token, call.scale)
                 done = t + 1 - offsets[s]
                 if plan is not None and checkpoints is not None and done % plan.every == 0:
@@ -108,7 +106,6 @@ class ReferenceGatedDeltaRule:
         check_verify(call)
         self._admit(call)
         out = torch.zeros_like(call.v) if call.out is None else call.out.zero_()
-        log_decay, beta = self._gates(call.gates)
         batch, draft = call.q.shape[:2]
         rows = range(batch) if call.rows is None else call.rows.tolist()
         chain = [list(range(-1, draft - 1))] * batch
@@ -118,7 +115,7 @@ class ReferenceGatedDeltaRule:
                 continue
             states: dict[int, Tensor] = {-1: call.states[read].to(self._dtype)}
             for t in range(draft):
-                token = (call.q[i, t], call.k[i, t], call.v[i, t], log_decay[i, t], beta[i, t])
+                token = (call.q[i, t], call.k[i, t], call.v[i, t], *self._gates(call.gates, (i, t)))
                 states[t], out[i, t] = self._step(states[parents[i][t]], *token, call.scale)
                 call.intermediates[rows[i], t] = states[t]
         return out
@@ -140,13 +137,17 @@ class ReferenceGatedDeltaRule:
         """Idempotent."""
         self._closed = True
 
-    def _gates(self, gates: Gates) -> tuple[Tensor, Tensor]:
-        """Log decay and beta, in the compute dtype."""
+    def _gates(self, gates: Gates, at: int | tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Log decay and beta [HV] of the token at ``at``, in the compute dtype.
+
+        One token at a time: torch's vectorised exp differs in the last bit between the body and the tail of a
+        tensor, so that a token's place in the batch would show in its result.
+        """
         if isinstance(gates, LogGates):
-            return gates.g.to(self._dtype), gates.beta.to(self._dtype)
-        x = gates.a.to(self._dtype) + gates.dt_bias.to(self._dtype)
+            return gates.g[at].to(self._dtype), gates.beta[at].to(self._dtype)
+        x = gates.a[at].to(self._dtype) + gates.dt_bias.to(self._dtype)
         softplus = torch.where(x > SOFTPLUS_LINEAR_FROM, x, torch.log1p(x.clamp(max=SOFTPLUS_LINEAR_FROM).exp()))
-        return -gates.A_log.to(self._dtype).exp() * softplus, torch.sigmoid(gates.b.to(self._dtype))
+        return -gates.A_log.to(self._dtype).exp() * softplus, torch.sigmoid(gates.b[at].to(self._dtype))
 
     def _step(
         self, state: Tensor, q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, beta: Tensor, scale: float | None
