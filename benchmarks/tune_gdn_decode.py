@@ -80,8 +80,9 @@ def sweep(
 
     for tile in tiles(state_dtype.itemsize):
         add(tile)
-    for tile in {min(rows, key=lambda row, b=batch: row[1][b])[0] for batch in BATCHES}:
-        for variant in variants(tile):
+    winners = [min((times[batch], i) for i, (_, times) in enumerate(rows))[1] for batch in BATCHES]
+    for winner in dict.fromkeys(winners):
+        for variant in variants(rows[winner][0]):
             add(variant)
     table = Table("block_v", "inner", "warps", "stream", *(f"B={b} us (%)" for b in BATCHES), title=str(state_dtype))
     for tile, times in sorted(rows, key=lambda row: row[1][BATCHES[-1]]):
@@ -94,9 +95,7 @@ def sweep(
             cells.append(Text(f"{taken:.1f} ({100 * floor / taken:.0f}){chosen}", style=style))
         table.add_row(str(tile.block_v), str(tile.inner), str(tile.num_warps), str(tile.stream), *cells)
     console.print(table)
-    return [
-        {"state": str(state_dtype), "heads": heads, "tile": asdict(tile), "us": times} for tile, times in rows
-    ]
+    return [{"state": str(state_dtype), "heads": heads, "tile": asdict(tile), "us": times} for tile, times in rows]
 
 
 def main() -> None:

@@ -75,10 +75,7 @@ def sweep(
         launch_chunks(call, room, configs[0])
     for config in configs:
         try:
-            times = [
-                time_thunk(partial(launch, call, room, config))
-                for call, room in zip(calls, scratch, strict=True)
-            ]
+            times = [time_thunk(partial(launch, call, room, config)) for call, room in zip(calls, scratch, strict=True)]
         except triton.runtime.errors.OutOfResources as exc:
             table.add_row(str(config), str(exc))
             continue

@@ -181,9 +181,7 @@ class TritonGatedDeltaRule:
         if not support:
             raise UnsupportedError(f"{type(call).__name__} for the Triton gated delta rule", support.reasons)
 
-    def _admit(
-        self, call: DecodeCall | ExtendCall | VerifyCall, batch: int, tokens: int = 0, draft: int = 0
-    ) -> None:
+    def _admit(self, call: DecodeCall | ExtendCall | VerifyCall, batch: int, tokens: int = 0, draft: int = 0) -> None:
         """Check the call against the plan; a larger one is planned again, or refused inside capture."""
         wanted = GdnPlan(
             geometry=call_geometry(call), state_dtype=call.states.dtype, token_dtype=call.q.dtype,

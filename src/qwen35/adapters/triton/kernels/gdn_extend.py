@@ -31,6 +31,7 @@ from qwen35.ports.gated_delta_rule import ExtendCall
 #: exp of less is zero in float32, so a log decay may be cut here; it keeps sums of a chunk finite.
 _LOWEST_LOG_DECAY = tl.constexpr(-128.0)
 
+
 @triton.jit
 def _find_chunk(cu_seqlens, index, sequences, BLOCK: tl.constexpr):
     """Sequence and first token of chunk number ``index``.
@@ -114,9 +115,7 @@ def chunk_kernel(
     k += head // RATIO * k_head
     k_raw = tl.load(k + token[:, None] * k_row + width[None, :], mask=mask, other=0.0)
     q_raw = tl.load(q + token[:, None] * q_row + width[None, :], mask=mask, other=0.0)
-    g, b = load_gates(
-        gate, beta, A_log, dt_bias, token * gate_row + head, token * beta_row + head, head, inside, RAW
-    )
+    g, b = load_gates(gate, beta, A_log, dt_bias, token * gate_row + head, token * beta_row + head, head, inside, RAW)
     g = tl.where(inside, tl.maximum(g, _LOWEST_LOG_DECAY), 0.0)
     b = tl.where(inside, b, 0.0)
     k_factor = _row_factor(k_raw)
@@ -235,9 +234,7 @@ def scan_kernel(
     if write_slots is not None:
         target = tl.load(write_slots + sequence).to(tl.int64)
     wanted = live & (target >= 0) & (length > 0)
-    tl.store(
-        states + target * slot_stride + tile, rounded(state, states.dtype.element_ty), mask=inside & wanted
-    )
+    tl.store(states + target * slot_stride + tile, rounded(state, states.dtype.element_ty), mask=inside & wanted)
 
 
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}

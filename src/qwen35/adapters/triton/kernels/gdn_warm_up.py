@@ -63,14 +63,24 @@ def warm_up(adapter: GatedDeltaRule, plan: GdnPlan) -> None:
     if plan.max_draft:
         _warm_verify(adapter, plan, states)
     if plan.max_tokens:
-        slots = torch.full((1,), -1, dtype=torch.int32, device=on)
-        ends = torch.tensor([0, 1], dtype=torch.int32, device=on)
-        keys, values = _qkv(plan, 1)
-        for gates in _gates(plan, 1):
-            adapter.extend(
-                ExtendCall(q=keys, k=keys, v=values, gates=gates, states=states, slots=slots, cu_seqlens=ends)
-            )
+        for sequences in sorted({1, plan.max_batch}):
+            _warm_extend(adapter, plan, states, sequences)
     torch.cuda.synchronize(on)
+
+
+def _warm_extend(adapter: GatedDeltaRule, plan: GdnPlan, states: Tensor, sequences: int) -> None:
+    """Extend of one token, in the last of ``sequences`` padded sequences, with fresh flags and without."""
+    slots = torch.full((sequences,), -1, dtype=torch.int32, device=plan.device)
+    ends = torch.zeros(sequences + 1, dtype=torch.int32, device=plan.device)
+    ends[-1] = 1
+    keys, values = _qkv(plan, 1)
+    for gates in _gates(plan, 1):
+        for fresh in (None, slots < 0):
+            adapter.extend(
+                ExtendCall(
+                    q=keys, k=keys, v=values, gates=gates, states=states, slots=slots, cu_seqlens=ends, fresh=fresh
+                )
+            )
 
 
 def _warm_verify(adapter: GatedDeltaRule, plan: GdnPlan, states: Tensor) -> None:
