@@ -37,6 +37,11 @@ from qwen35.testing.workload import (
 
 #: State elements times tokens that the oracle recomputes for a row: seconds of one CPU core.
 ORACLE_BUDGET = 2**29
+#: Errors of ours, and what a kernel package may raise where it should have refused: a cell that did not run.
+_CRASHES = (
+    Qwen35Error, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError,
+    ImportError, OSError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +121,7 @@ def run(experiment: Experiment, registry: AdapterRegistry, into: Progress) -> It
                 cell = _measure(experiment, bench, name, adapter, into.bandwidth, verdicts)
             except (UnavailableError, UnsupportedError) as exc:
                 cell = Cell(row=row, adapter=name, reasons=exc.reasons)
-            except (Qwen35Error, ImportError, torch.OutOfMemoryError) as exc:
+            except _CRASHES as exc:
                 cell = Cell(row=row, adapter=name, reasons=(f"{type(exc).__name__}: {exc}",))
             into.cells.append(cell)
             yield cell

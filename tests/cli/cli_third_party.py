@@ -1,0 +1,133 @@
+"""What another package would offer: adapters behind entry points, none of them known to the library."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+import qwen35
+from qwen35.domain.capabilities import Capabilities, Clause, Support
+from qwen35.domain.platform import Platform
+from qwen35.ports.adapter import AdapterEntry, AdapterOptions
+from qwen35.ports.gated_delta_rule import (
+    CommitCall,
+    DecodeCall,
+    ExtendCall,
+    ExtendResult,
+    GdnCall,
+    GdnPlan,
+    VerifyCall,
+)
+
+PORT = "gated_delta_rule"
+
+
+class Delegate:
+    """The reference under another name; subclasses spoil one thing."""
+
+    def __init__(self) -> None:
+        self.inner = qwen35.adapter(PORT, "reference", device="cpu")
+
+    @property
+    def capabilities(self) -> Capabilities:
+        can: Capabilities = self.inner.capabilities
+        return can
+
+    def prepare(self, plan: GdnPlan) -> None:
+        self.inner.prepare(plan)
+
+    def supports(self, call: GdnCall) -> Support:
+        support: Support = self.inner.supports(call)
+        return support
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        out: Tensor = self.inner.decode(call)
+        return out
+
+    def extend(self, call: ExtendCall) -> ExtendResult:
+        result: ExtendResult = self.inner.extend(call)
+        return result
+
+    def verify(self, call: VerifyCall) -> Tensor:
+        out: Tensor = self.inner.verify(call)
+        return out
+
+    def commit(self, call: CommitCall) -> None:
+        self.inner.commit(call)
+
+    def refresh_parameters(self) -> int:
+        return 0
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Clamping(Delegate):
+    """Padding rows of a decode land in slot 0."""
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        out = super().decode(call)
+        if bool((call.slots < 0).any()) and call.states.shape[0]:
+            call.states[0] += 1
+        return out
+
+
+class Loud(Delegate):
+    """Outputs are a tenth too large, far over the bound that it states."""
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        return super().decode(call).mul_(1.1)
+
+
+class Reversing(Delegate):
+    """Outputs have the wrong sign: other tokens are chosen."""
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        return super().decode(call).neg_()
+
+
+class Interrupted(Delegate):
+    """As if Ctrl-C were pressed while it decodes."""
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        raise KeyboardInterrupt
+
+
+class Crashing(Delegate):
+    """A kernel package's own bug."""
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        raise IndexError("a bug of another package")
+
+
+class Modest(Delegate):
+    """Says which clause it cannot keep, and offers float64 tokens only."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        return replace(super().capabilities, deviations={Clause.FINITE: "overflows past a = 40"})
+
+    def supports(self, call: GdnCall) -> Support:
+        wrong = not isinstance(call, CommitCall) and call.q.dtype is not torch.float64
+        return Support.of(*(["token dtype requires float64"] if wrong else []))
+
+
+def _entry(name: str, made: type[Delegate]) -> AdapterEntry:
+    def probe(_: Platform) -> Support:
+        return Support.of()
+
+    def create(_: Platform, __: AdapterOptions) -> Delegate:
+        return made()
+
+    return AdapterEntry(port=PORT, name=name, summary="from another package", probe=probe, create=create, rank=-1)
+
+
+PLAIN = _entry("plain", Delegate)
+CLAMPING = _entry("clamping", Clamping)
+LOUD = _entry("loud", Loud)
+REVERSING = _entry("reversing", Reversing)
+INTERRUPTED = _entry("interrupted", Interrupted)
+CRASHING = _entry("crashing", Crashing)
+MODEST = _entry("modest", Modest)

@@ -1,0 +1,127 @@
+"""``qwen35 doctor`` and what every command shares: help, version, errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from qwen35.cli.doctor import AdapterFacts, ChoiceFacts, Report
+
+
+def test_json_has_the_documented_shape(run: Any) -> None:
+    result = run("doctor", "--json", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report.keys() == Report.__annotations__.keys()
+    assert report["schema"] == 1
+    assert report["device"]["device"] == "cpu"
+    assert report["settings"]["gdn_decode"] == "auto"
+    assert report["versions"]["torch"]
+    assert {"gated_delta_rule", "short_convolution"} <= report["ports"].keys()
+    for adapters in report["ports"].values():
+        for facts in adapters:
+            assert facts.keys() == AdapterFacts.__annotations__.keys()
+            assert facts["usable"] != bool(facts["reasons"]), f"either usable or a reason: {facts}"
+    for choice in report["choices"]:
+        assert choice.keys() == ChoiceFacts.__annotations__.keys()
+        assert choice["reason"]
+    assert [c["setting"] for c in report["choices"]] == ["gdn_decode", "gdn_extend", "gdn_verify", "conv"]
+
+
+def test_choice_is_explained_with_why_each_other_was_not_taken(run: Any) -> None:
+    report = json.loads(run("doctor", "--json", "--device", "cpu", env={"TRITON_INTERPRET": "0"}).stdout)
+    decode = report["choices"][0]
+    usable = [f["name"] for f in report["ports"]["gated_delta_rule"] if f["usable"] and not f["deviations"]]
+    assert decode["adapter"] == usable[0]
+    better = [f["name"] for f in report["ports"]["gated_delta_rule"]]
+    better = better[: better.index(decode["adapter"])]
+    assert list(decode["rejected"]) == better
+    assert all(decode["rejected"][name] for name in better)
+
+
+def test_table_says_what_json_says(run: Any) -> None:
+    result = run("doctor", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    for word in ("gated_delta_rule", "short_convolution", "reference64", "what the container would choose", "torch"):
+        assert word in result.output
+
+
+@pytest.mark.usefixtures("third_party")
+def test_adapters_of_other_packages_are_listed_the_unloadable_one_with_its_error(run: Any) -> None:
+    report = json.loads(run("doctor", "--json", "--device", "cpu").stdout)
+    by_name = {facts["name"]: facts for facts in report["ports"]["gated_delta_rule"]}
+    assert by_name["plain"]["usable"]
+    assert by_name["modest"]["deviations"] == {"finite": "overflows past a = 40"}
+    assert not by_name["gone"]["usable"]
+    assert "NOWHERE" in by_name["gone"]["reasons"][0]
+
+
+def test_a_named_adapter_that_cannot_serve_is_a_choice_with_a_reason_not_a_crash(run: Any) -> None:
+    result = run("doctor", "--json", "--device", "cpu", env={"QWEN35_GDN_EXTEND": "refrence"})
+    assert result.exit_code == 0, result.output
+    choices = {c["setting"]: c for c in json.loads(result.stdout)["choices"]}
+    assert choices["gdn_extend"]["adapter"] is None
+    assert "Did you mean 'reference'?" in choices["gdn_extend"]["reason"]
+    assert choices["gdn_decode"]["adapter"] is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "env", "said"),
+    [
+        (("swap", "--gdn", "refrence", "--device", "cpu"), {}, "Did you mean 'reference'?"),
+        (("conform", "refrence", "--device", "cpu"), {}, "Did you mean 'reference'?"),
+        (("conform", "reference", "--port", "short_convolutoin"), {}, "Did you mean 'short_convolution'?"),
+        (("conform", "reference", "--clause", "paddin"), {}, "Did you mean 'padding'?"),
+        (("swap", "--geometry", "35B-A3"), {}, "Did you mean '35B-A3B'?"),
+        (("swap", "--tp", "3"), {}, "cannot be divided over 3"),
+        (("swap", "--decode-batches", "1,x"), {}, "positive integers, got 'x'"),
+        (("swap", "--prefill", "0x5"), {}, "positive integers, got '0'"),
+        (("swap", "--verify", "8"), {}, "BATCHxDRAFT"),
+        (("swap", "--decode-batches", "", "--prefill", "", "--verify", ""), {}, "nothing to measure"),
+        (("swap", "--state-dtype", "float23"), {}, "float32"),
+        (("doctor", "--device", "tpu"), {}, "'tpu'"),
+        (("doctor",), {"QWEN35_GDN_DECOED": "x"}, "QWEN35_GDN_DECODE"),
+        (("generate", "/nowhere", "--token-ids", "1"), {}, "config.json"),
+        (("generate", "/nowhere"), {}, "either --prompt TEXT or --token-ids"),
+        (("generate", "/nowhere", "--token-ids", "1", "--prompt", "x"), {}, "either --prompt TEXT or --token-ids"),
+        (("generate", "/nowhere", "--token-ids", "1,b"), {}, "got 'b'"),
+    ],
+)
+def test_an_error_of_ours_is_one_line_and_exit_code_2(
+    run: Any, words: tuple[str, ...], env: dict[str, str], said: str
+) -> None:
+    result = run(*words, env=env)
+    assert result.exit_code == 2, result.output
+    assert said in result.stderr
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    assert "Traceback" not in result.output
+
+
+def test_a_refused_experiment_leaves_no_folder_behind(run: Any, tmp_path: Any) -> None:
+    assert run("swap", "--gdn", "refrence", "--device", "cpu").exit_code == 2
+    assert not (tmp_path / "runs").exists()
+
+
+def test_help_imports_no_framework() -> None:
+    script = (
+        "import sys\n"
+        "from typer.testing import CliRunner\n"
+        "from qwen35.cli.main import app\n"
+        "for words in (['--help'], *([name, '--help'] for name in ('doctor', 'swap', 'generate', 'conform', 'demo'))):\n"
+        "    result = CliRunner().invoke(app, words)\n"
+        "    assert result.exit_code == 0, result.output\n"
+        "heavy = {'torch', 'triton', 'transformers', 'matplotlib', 'hypothesis'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_module_and_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "qwen35", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == "qwen35 0.1.0\n"

@@ -1,0 +1,126 @@
+"""``qwen35 swap`` on the CPU, small."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = ("--device", "cpu", "--decode-batches", "1,3", "--prefill", "1x5,2x3", "--verify", "2x3", "--repeats", "2")
+
+
+def swap(run: Any, checkpoint: Path, out: Path, *words: str) -> Any:
+    return run("swap", "--model", checkpoint, *SMALL, "--out", out, *words)
+
+
+def load(out: Path) -> dict[str, Any]:
+    report: dict[str, Any] = json.loads((out / "swap.json").read_text())
+    return report
+
+
+def results(report: dict[str, Any], label: str) -> dict[str, dict[str, Any]]:
+    (row,) = [row for row in report["rows"] if row["label"] == label]
+    return {result["adapter"]: result for result in row["results"]}
+
+
+def test_swap_measures_every_row_and_writes_json_and_plot(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    result = swap(run, checkpoint, tmp_path / "out", "--gdn", "reference,reference64", "--seed", "7")
+    assert result.exit_code == 0, result.output
+    report = load(tmp_path / "out")
+    assert (report["schema"], report["kind"], report["interrupted"], report["seed"]) == (1, "swap", False, 7)
+    assert report["geometry"] == {
+        "name": checkpoint.name, "tp": 1, "key_heads": 1, "value_heads": 2, "key_width": 16, "value_width": 16,
+    }  # fmt: skip
+    assert [row["label"] for row in report["rows"]] == ["decode 1", "decode 3", "extend 1x5+2x3", "verify 2x3"]
+    assert report["copy_gb_per_s"] > 0
+    for row in report["rows"]:
+        for measured in row["results"]:
+            assert measured["ran"]
+            assert measured["time_us"] > 0
+            assert measured["percent_of_ceiling"] > 0
+            assert 0 <= measured["output_error"] <= measured["output_bound"], (row["label"], measured)
+            assert 0 <= measured["state_error"] <= measured["state_bound"], (row["label"], measured)
+    assert (tmp_path / "out" / "swap.png").read_bytes().startswith(b"\x89PNG")
+    assert "decode 3" in result.stdout
+
+
+def test_bytes_are_states_read_and_written_and_tokens(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    assert swap(run, checkpoint, tmp_path / "out", "--gdn", "reference").exit_code == 0
+    bytes_of = {row["label"]: row["bytes"] for row in load(tmp_path / "out")["rows"]}
+    state = 2 * 16 * 16 * 4  # HV * V * K, float32
+    token = (2 * 1 * 16 + 2 * 2 * 16 + 2 * 2) * 4  # q, k, v, out, a, b in float32
+    assert bytes_of == {
+        "decode 1": 2 * state + token, "decode 3": 6 * state + 3 * token,
+        "extend 1x5+2x3": 6 * state + 11 * token, "verify 2x3": (2 + 6) * state + 6 * token,
+    }  # fmt: skip
+
+
+def test_the_recorded_command_repeats_the_experiment(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    words = ("--gdn", "reference", "--seed", "3", "--state-dtype", "bfloat16")
+    assert swap(run, checkpoint, tmp_path / "one", *words).exit_code == 0
+    command = load(tmp_path / "one")["command"].split()
+    assert command[:2] == ["qwen35", "swap"]
+    assert run(*command[1:], "--out", tmp_path / "two").exit_code == 0
+    first, second = load(tmp_path / "one"), load(tmp_path / "two")
+    assert first["command"] == second["command"]
+    for a, b in zip(first["rows"], second["rows"], strict=True):
+        assert a["lengths"] == b["lengths"]
+        # The same seed gives the same calls: the errors agree to the last bit.
+        for left, right in zip(a["results"], b["results"], strict=True):
+            assert (left["output_error"], left["state_error"]) == (right["output_error"], right["state_error"])
+
+
+@pytest.mark.usefixtures("third_party")
+def test_a_spoilt_adapter_never_wins_and_its_clause_is_named(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    names = "clamping,loud,modest,crashing,plain"
+    result = swap(run, checkpoint, tmp_path / "out", "--gdn", names, "--prefill", "", "--verify", "")
+    assert result.exit_code == 0, result.output
+    report = load(tmp_path / "out")
+    found = results(report, "decode 3")
+    assert {b["clause"] for b in found["clamping"]["broken"]} >= {"padding"}
+    assert {b["clause"] for b in found["loud"]["broken"]} >= {"precision"}
+    assert math.isclose(found["loud"]["output_error"], 0.1, rel_tol=0.01)
+    assert not found["modest"]["ran"]
+    assert found["modest"]["reasons"] == ["token dtype requires float64"]
+    assert found["crashing"]["reasons"] == ["IndexError: a bug of another package"]
+    assert not found["plain"]["broken"]
+    assert {row["winner"] for row in report["rows"]} == {"plain"}
+    assert "broke padding: slot 0 was written for a row with slot -1" in result.stdout
+
+
+@pytest.mark.usefixtures("third_party")
+def test_ctrl_c_keeps_what_was_measured(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    result = swap(run, checkpoint, tmp_path / "out", "--gdn", "plain,interrupted")
+    assert result.exit_code == 130, result.output
+    report = load(tmp_path / "out")
+    assert report["interrupted"] is True
+    (row,) = report["rows"]
+    assert row["label"] == "decode 1"
+    assert [r["adapter"] for r in row["results"]] == ["plain"]
+    assert row["results"][0]["time_us"] > 0
+    assert (tmp_path / "out" / "swap.png").is_file()
+
+
+def test_an_adapter_that_cannot_run_here_is_shown_with_its_reason(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    words = ("--gdn", "triton,reference", "--prefill", "", "--verify", "", "--decode-batches", "1")
+    assert swap(run, checkpoint, tmp_path / "out", *words).exit_code == 0
+    found = results(load(tmp_path / "out"), "decode 1")
+    assert not found["triton"]["ran"]
+    assert found["triton"]["reasons"]
+    assert found["triton"]["time_us"] is None
+
+
+def test_without_matplotlib_there_is_no_plot_and_it_says_so(
+    run: Any, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    words = ("--gdn", "reference", "--prefill", "", "--verify", "", "--decode-batches", "1")
+    result = swap(run, checkpoint, tmp_path / "out", *words)
+    assert result.exit_code == 0, result.output
+    assert "no plot: matplotlib is not installed" in result.stdout
+    assert load(tmp_path / "out")["rows"]
+    assert not (tmp_path / "out" / "swap.png").exists()
