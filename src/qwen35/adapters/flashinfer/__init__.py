@@ -1,0 +1,1 @@
+"""FlashInfer's kernels of the gated delta rule."""

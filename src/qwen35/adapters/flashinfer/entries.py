@@ -1,0 +1,39 @@
+"""FlashInfer's adapter, as entry points find it. Importing this imports neither FlashInfer nor torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qwen35.adapters.flashinfer.release import report
+from qwen35.domain.capabilities import Support
+from qwen35.domain.platform import Platform
+from qwen35.ports.adapter import AdapterEntry, AdapterOptions
+
+#: FlashInfer's GDN kernels are written for Hopper and later.
+MIN_COMPUTE_CAPABILITY = (9, 0)
+
+
+def probe(platform: Platform) -> Support:
+    """Whether FlashInfer's GDN kernels run there, with everything that is missing."""
+    reasons = list(report().reasons)
+    if platform.device_type != "cuda":
+        reasons.append(f"device requires cuda, got {platform.device_type}")
+    elif platform.compute_capability is None or platform.compute_capability < MIN_COMPUTE_CAPABILITY:
+        got = platform.compute_capability and ".".join(map(str, platform.compute_capability))
+        reasons.append(f"compute capability requires at least 9.0, got {got}")
+    return Support.of(*reasons)
+
+
+def create(platform: Platform, options: AdapterOptions) -> Any:
+    """Import FlashInfer and Triton and make the adapter."""
+    from qwen35.adapters._kernels.rows import triton_rows
+    from qwen35.adapters.flashinfer.gated_delta_rule import FlashInferGatedDeltaRule
+    from qwen35.adapters.flashinfer.release import load
+
+    return FlashInferGatedDeltaRule(load(), triton_rows(), platform, options)
+
+
+GATED_DELTA_RULE = AdapterEntry(
+    port="gated_delta_rule", name="flashinfer", summary="FlashInfer's CuTe kernels: pool decode, split prefill, chains",
+    probe=probe, create=create, rank=40,
+)  # fmt: skip

@@ -1,0 +1,105 @@
+"""Extend by FlashInfer's chunked prefill: gather states, normalise, run, scatter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qwen35.adapters._kernels.rows import RowOperations
+from qwen35.adapters._kernels.scratch import Scratch
+from qwen35.adapters.flashinfer.mends import fit
+from qwen35.adapters.flashinfer.release import FlashInferKernels
+from qwen35.adapters.flashinfer.steps import backend_of, required
+from qwen35.ports.gdn_calls import CheckpointPlan, ExtendCall, ExtendResult, GdnPlan
+
+FLOAT = torch.float32
+
+
+class Prefill:
+    """Runs one extend call. Normalisation is ours and the kernel's flag is passed as False: 0.6.18 ignores the
+    flag, 0.7 honours it, and a vector of norm one stays itself either way.
+
+    States pass through float32 scratch in sequence order: on Hopper the kernel has no pool form, it leaves the
+    final state of an empty sequence unwritten, and it knows nothing of slot -1. Initial and final states are two
+    buffers, since the split kernel may write one sequence's end before another block has read its start.
+
+    The last block of a sequence is loaded whole and multiplied by zeros past its end, so NaN in the tokens that
+    follow would reach it: tokens of padded sequences are copied as zeros.
+    """
+
+    def __init__(self, kernels: FlashInferKernels, rows: RowOperations, scratch: Scratch) -> None:
+        self._kernels, self._rows, self._scratch = kernels, rows, scratch
+
+    def run(self, call: ExtendCall, plan: GdnPlan, split: bool) -> ExtendResult:
+        """Mutates the written slots and ``call.out``."""
+        out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device) if call.out is None else call.out
+        if not call.v.shape[0] or not call.slots.shape[0]:
+            return ExtendResult(out=out, checkpoints=_empty_checkpoints(call))
+        dense = out if fit(out) else self._cut("extend.out", tuple(out.shape), out.dtype, plan.max_tokens, call)
+        inputs = self._inputs(call, plan)
+        initial, final = self._states(call, plan)
+        self._rows.gather_states(call.states, call.slots, call.fresh, initial)
+        checkpoints, planned = _checkpoints(call)
+        required("prefill", self._kernels.prefill)(
+            **inputs, scale=call.q.shape[-1] ** -0.5 if call.scale is None else call.scale, initial_state=initial,
+            output_final_state=True, use_qk_l2norm_in_kernel=False, output=dense, output_state=final,
+            state_checkpoints=checkpoints, checkpoint_cu_starts=None if planned is None else planned.starts,
+            checkpoint_every_n_tokens=0 if planned is None else planned.every, use_cp=split,
+            **backend_of(self._kernels, "prefill"),
+        )  # fmt: skip
+        self._rows.scatter_states(final, call.states, call.slots, call.write_slots, call.cu_seqlens)
+        if plan.may_pad:
+            self._rows.zero_ranges(dense, call.cu_seqlens, call.slots)
+            if checkpoints is not None and planned is not None:
+                self._rows.zero_ranges(checkpoints, planned.starts, call.slots)
+        if dense is not out:
+            out.copy_(dense)
+        return ExtendResult(out=out, checkpoints=_in_pool_dtype(call, checkpoints))
+
+    def _inputs(self, call: ExtendCall, plan: GdnPlan) -> dict[str, Tensor]:
+        """Dense, normalised tokens, linear decay and beta in float32, 64-bit offsets."""
+        dtype, heads = call.q.dtype, call.v.shape[1]
+        q = self._cut("extend.q", tuple(call.q.shape), dtype, plan.max_tokens, call)
+        k = self._cut("extend.k", tuple(call.k.shape), dtype, plan.max_tokens, call)
+        decay = self._cut("extend.decay", (call.v.shape[0], heads), FLOAT, plan.max_tokens, call)
+        beta = self._cut("extend.beta", (call.v.shape[0], heads), FLOAT, plan.max_tokens, call)
+        offsets = self._cut("extend.offsets", tuple(call.cu_seqlens.shape), torch.int64, plan.max_batch + 1, call)
+        neighbours = plan.may_pad and call.slots.shape[0] > 1
+        v = call.v
+        if neighbours or not fit(v):
+            v = self._cut("extend.v", tuple(v.shape), dtype, plan.max_tokens, call)
+        self._rows.prefill_inputs(
+            call.q, call.k, call.gates, call.cu_seqlens, q_out=q, k_out=k, decay=decay, beta=beta, cu_out=offsets,
+            v=None if v is call.v else call.v, v_out=None if v is call.v else v, linear=True,
+            slots=call.slots if neighbours else None,
+        )  # fmt: skip
+        return {"q": q, "k": k, "v": v, "g": decay, "beta": beta, "cu_seqlens": offsets}
+
+    def _states(self, call: ExtendCall, plan: GdnPlan) -> tuple[Tensor, Tensor]:
+        shape = (call.slots.shape[0], *call.states.shape[1:])
+        initial = self._cut("extend.initial", shape, FLOAT, plan.max_batch, call)
+        return initial, self._cut("extend.final", shape, FLOAT, plan.max_batch, call)
+
+    def _cut(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int, call: ExtendCall) -> Tensor:
+        device = call.states.device
+        self._scratch.reserve(name, (max(rows, shape[0]), *shape[1:]), dtype, device)
+        return self._scratch.take(name, shape, dtype, device)
+
+
+def _empty_checkpoints(call: ExtendCall) -> Tensor | None:
+    if call.checkpoints is None:
+        return None
+    return call.states.new_empty(call.checkpoints.count, *call.states.shape[1:])
+
+
+def _checkpoints(call: ExtendCall) -> tuple[Tensor | None, CheckpointPlan | None]:
+    """The kernel's float32 buffer with the plan, or neither where no sequence reaches a checkpoint."""
+    planned = call.checkpoints
+    if planned is None or not planned.count:
+        return None, None
+    shape = (planned.count, *call.states.shape[1:])
+    return torch.empty(shape, dtype=FLOAT, device=call.states.device), planned
+
+
+def _in_pool_dtype(call: ExtendCall, checkpoints: Tensor | None) -> Tensor | None:
+    return _empty_checkpoints(call) if checkpoints is None else checkpoints.to(call.states.dtype)
