@@ -1,0 +1,99 @@
+"""Rewrites the tables of README.md from the committed swap documents.
+
+A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` and comes from ``results/NAME.json``, which
+``qwen35 swap`` wrote. ``--check`` writes nothing and exits with 1 where a table is not what its document says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+ROOT = Path(__file__).parents[1]
+_MARKED = re.compile(r"(<!-- table: (?P<name>[^ ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def main(
+    check: Annotated[bool, typer.Option("--check", help="Only say whether the tables are up to date.")] = False,
+    readme: Annotated[Path, typer.Option(help="The document to rewrite.")] = ROOT / "README.md",
+    results: Annotated[Path, typer.Option(help="Where the swap documents are.")] = ROOT / "benchmarks" / "results",
+) -> None:
+    """Rewrite, or check, every marked table."""
+    old = readme.read_text(encoding="utf-8")
+    new = rewritten(old, results)
+    if new == old:
+        typer.echo(f"{readme.name}: tables are up to date")
+    elif check:
+        typer.echo(f"{readme.name}: tables are stale; run python benchmarks/tables.py", err=True)
+        raise typer.Exit(1)
+    else:
+        readme.write_text(new, encoding="utf-8")
+        typer.echo(f"{readme.name}: tables rewritten")
+
+
+def rewritten(text: str, results: Path) -> str:
+    """``text`` with every marked table made anew. Raises ``FileNotFoundError`` naming a document that is not there."""
+
+    def fill(match: re.Match[str]) -> str:
+        path = results / f"{match['name']}.json"
+        report = json.loads(path.read_text(encoding="utf-8"))
+        return f"{match[1]}{table(report)}\n{match[3]}"
+
+    return _MARKED.sub(fill, text)
+
+
+def table(report: dict[str, Any]) -> str:
+    """One swap document as a Markdown table: a row a call, microseconds and percent of the ceiling an adapter."""
+    names = list(dict.fromkeys(r["adapter"] for row in report["rows"] for r in row["results"]))
+    lines = [_caption(report), "", f"| call | floor us | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
+    for row in report["rows"]:
+        by_name = {result["adapter"]: result for result in row["results"]}
+        cells = [_cell(by_name.get(name), name == row["winner"]) for name in names]
+        lines.append(f"| {row['label']} | {_us(row['floor_us'])} | {' | '.join(cells)} |")
+    if notes := _notes(report):
+        lines += ["", *notes]
+    return "\n".join(lines)
+
+
+def _caption(report: dict[str, Any]) -> str:
+    g, v = report["geometry"], report["versions"]
+    used = ", ".join(f"{name} {v[name]}" for name in ("torch", "triton", "flashinfer", "sglang") if v.get(name))
+    partial = " (interrupted)" if report["interrupted"] else ""
+    return (
+        f"{g['name']} at tensor parallel {g['tp']}: HV/H {g['value_heads']}/{g['key_heads']}, {report['state_dtype']} "
+        f"state, {report['token_dtype']} tokens, {report['device']['name']}, copy {report['copy_gb_per_s']} GB/s, "
+        f"{used}, {report['created'][:10]}{partial}. Microseconds (percent of the memory ceiling); winners in bold."
+    )
+
+
+def _cell(result: dict[str, Any] | None, won: bool) -> str:
+    if result is None or not result["ran"]:
+        return "-"
+    text = f"{_us(result['time_us'])} ({result['percent_of_ceiling']:.0f} %)"
+    if result["broken"] or result["deviations"]:
+        text += " †"
+    return f"**{text}**" if won else text
+
+
+def _us(value: float | None) -> str:
+    return "-" if value is None else f"{value:.1f}" if value < 100 else f"{value:,.0f}"
+
+
+def _notes(report: dict[str, Any]) -> list[str]:
+    """Why cells are empty or marked, each reason once."""
+    said = []
+    for row in report["rows"]:
+        for result in row["results"]:
+            who = f"{result['adapter']}, {row['phase']}"
+            said += [f"- {who}: did not run: {reason}" for reason in result["reasons"]]
+            said += [f"- † {who}: broke {broken['clause']}: {broken['seen']}" for broken in result["broken"]]
+            said += [f"- † {result['adapter']} states that it cannot keep {why}" for why in result["deviations"]]
+    return list(dict.fromkeys(said))
+
+
+if __name__ == "__main__":
+    typer.run(main)

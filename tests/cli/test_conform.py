@@ -1,0 +1,57 @@
+"""``qwen35 conform``: the built-in reference passes, another package's broken adapter does not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+
+def test_reference_passes_clause_by_clause_without_a_fallback(run: Any) -> None:
+    result = run("conform", "reference", "--clause", "padding", "--examples", "3", "--device", "cpu", "--json")
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] is True
+    assert report["fallbacks"] == 0
+    assert report["laws"]
+    for law in report["laws"]:
+        assert law["clause"] == "padding"
+        assert law["status"] == "passed", law
+        assert law["examples"] > 0
+        assert law["fallbacks"] == 0
+
+
+def test_short_convolution_has_laws_of_its_own(run: Any) -> None:
+    words = ("--port", "short_convolution", "--clause", "write slots", "--examples", "2", "--device", "cpu")
+    result = run("conform", "reference", *words)
+    assert result.exit_code == 0, result.output
+    assert "short_convolution: reference" in result.stdout
+    assert "a fallback served 0 calls" in result.stdout
+
+
+@pytest.mark.usefixtures("third_party")
+def test_a_broken_adapter_of_another_package_fails_with_its_smallest_example(run: Any) -> None:
+    words = ("conform", "clamping", "--clause", "padding", "--examples", "20", "--device", "cpu")
+    result = run(*words, "--json")
+    assert result.exit_code == 1, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] is False
+    failed = [law for law in report["laws"] if law["status"] == "failed"]
+    assert len(failed) == 1, failed
+    assert failed[0]["law"].startswith("decode")
+    assert failed[0]["example"]
+    assert failed[0]["reason"]
+    table = run(*words)
+    assert table.exit_code == 1
+    assert "smallest example (seed" in table.stdout
+
+
+@pytest.mark.usefixtures("third_party")
+def test_an_adapter_that_refuses_every_case_has_not_passed(run: Any) -> None:
+    result = run("conform", "modest", "--clause", "fresh", "--examples", "1", "--device", "cpu", "--json")
+    assert result.exit_code == 1, result.output
+    report = json.loads(result.stdout)
+    assert report["ok"] is False
+    assert {law["status"] for law in report["laws"]} == {"skipped"}
+    assert all("token dtype requires float64" in law["reason"] for law in report["laws"])

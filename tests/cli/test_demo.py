@@ -1,0 +1,29 @@
+"""``qwen35 demo``, the README's first command, whole: on a CPU Triton is interpreted in processes of its own."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def test_demo_runs_both_adapters_against_transformers_and_swaps(run: Any, tmp_path: Path) -> None:
+    result = run("demo", "--dir", tmp_path / "demo", env={"QWEN35_DEVICE": "cpu"})
+    assert result.exit_code == 0, result.output
+    assert "reference: tokens" in result.stdout
+    assert "triton: tokens" in result.stdout
+    assert "both adapters give transformers' logits within 1e-04" in result.stdout
+    report = json.loads((tmp_path / "demo" / "swap" / "swap.json").read_text())
+    assert report["interrupted"] is False
+    assert {r["adapter"] for row in report["rows"] for r in row["results"] if r["ran"]} == {"triton", "reference"}
+    assert (tmp_path / "demo" / "checkpoint" / "config.json").is_file()
+
+
+def test_without_transformers_it_says_what_to_install(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = run("demo", env={"QWEN35_DEVICE": "cpu"})
+    assert result.exit_code == 2, result.output
+    assert "pip install 'qwen35[report]'" in result.stderr

@@ -1,0 +1,99 @@
+"""``qwen35 generate`` on a checkpoint that transformers wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import qwen35
+from qwen35.model import GenerateOptions, Sampling, load_model
+from qwen35.model import generate as continue_prompts
+
+PROMPT = "5,17,200,3,90"
+BASE = ("--token-ids", PROMPT, "--max-new-tokens", "4", "--device", "cpu", "--gdn-decode", "reference",
+        "--gdn-extend", "reference", "--gdn-verify", "reference", "--conv", "reference")  # fmt: skip
+
+
+def generate(run: Any, checkpoint: Path, *words: str | Path) -> dict[str, Any]:
+    result = run("generate", checkpoint, *BASE, *words, "--json")
+    assert result.exit_code == 0, result.output
+    report: dict[str, Any] = json.loads(result.stdout)
+    return report
+
+
+def by_the_library(checkpoint: Path, sampling: Sampling) -> list[int]:
+    model = load_model(
+        checkpoint, gated_delta_rule=qwen35.adapter("gated_delta_rule", "reference", device="cpu"),
+        short_convolution=qwen35.adapter("short_convolution", "reference", device="cpu"), dtype=torch.float32,
+        quiet=True,
+    )  # fmt: skip
+    options = GenerateOptions(max_new_tokens=4, sampling=sampling, quiet=True)
+    return list(continue_prompts(model, [[int(t) for t in PROMPT.split(",")]], options)[0].tokens)
+
+
+def test_it_gives_what_the_library_gives_and_says_who_served(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    report = generate(run, checkpoint, "--logits", tmp_path / "logits.safetensors")
+    assert report["prompt"] == [5, 17, 200, 3, 90]
+    assert report["tokens"] == by_the_library(checkpoint, Sampling())
+    assert report["served_by"]["decode"] == report["served_by"]["extend"] == "reference"
+    assert report["compare"] is None
+    saved = load_file(tmp_path / "logits.safetensors")
+    assert saved["tokens"].tolist() == saved["logits"].argmax(-1).tolist() == report["tokens"]
+
+
+def test_sampling_options_reach_the_sampler(run: Any, checkpoint: Path) -> None:
+    words = ("--temperature", "1.5", "--top-k", "50", "--top-p", "0.9", "--seed", "11")
+    expected = by_the_library(checkpoint, Sampling(temperature=1.5, top_k=50, top_p=0.9, seed=11))
+    assert generate(run, checkpoint, *words)["tokens"] == expected
+
+
+def test_compare_with_an_equal_adapter_finds_no_differing_token(run: Any, checkpoint: Path, seed: int) -> None:
+    compare = generate(run, checkpoint, "--compare", "reference64")["compare"]
+    assert compare["adapter"] == "reference64"
+    assert compare["first_difference"] is compare["token"] is None, f"seed {seed}: {compare}"
+    assert [step["step"] for step in compare["steps"]] == [0, 1, 2, 3]
+    for step in compare["steps"]:
+        assert 0 < step["relative_error"] < 1e-3, f"seed {seed}: {compare}"
+        assert step["max_error"] > 0
+
+
+@pytest.mark.usefixtures("third_party")
+def test_compare_names_the_first_differing_token(run: Any, checkpoint: Path, seed: int, tmp_path: Path) -> None:
+    report = generate(run, checkpoint, "--compare", "reversing", "--logits", tmp_path / "a.safetensors")
+    compare = report["compare"]
+    errors = [step["relative_error"] for step in compare["steps"]]
+    # The spoilt adapter prefills rightly: step 0 comes from the prompt, the decodes after it are wrong.
+    assert errors[0] < 1e-5, f"seed {seed}: {errors}"
+    assert min(errors[1:]) > 1e-3, f"seed {seed}: {errors}"
+    # What the same spoilt adapter generates by itself differs first at the reported step, in the reported token.
+    spoilt = run("generate", checkpoint, *BASE[:6], "--gdn-decode", "reversing", "--conv", "reference", "--json")
+    alone = json.loads(spoilt.stdout)["tokens"]
+    pairs = list(zip(report["tokens"], alone, strict=True))
+    differing = [i for i, (left, right) in enumerate(pairs) if left != right]
+    assert compare["first_difference"] == (differing[0] if differing else None), f"seed {seed}: {pairs}"
+    if differing:
+        assert compare["token"] == alone[differing[0]]
+
+
+def test_table_shows_steps_and_verdict(run: Any, checkpoint: Path) -> None:
+    result = run("generate", checkpoint, *BASE, "--compare", "reference64")
+    assert result.exit_code == 0, result.output
+    assert "reference64 on the same tokens" in result.stdout
+    assert "no differing token in 4 steps" in result.stdout
+
+
+def test_bad_input_is_refused_by_name(run: Any, checkpoint: Path) -> None:
+    for words, said in (
+        (("--token-ids", "999999"), "token id in 0.."),
+        (("--prompt", "hello"), "tokenizer"),
+        (("--token-ids", "1", "--temperature", "-1"), "temperature"),
+        (("--token-ids", "1", "--compare", "refrence64"), "Did you mean 'reference64'?"),
+    ):
+        result = run("generate", checkpoint, "--device", "cpu", *words)
+        assert result.exit_code == 2, result.output
+        assert said in result.stderr, result.stderr
