@@ -145,6 +145,19 @@ def draw_prompts(model: Any, lengths: list[int], generator: torch.Generator) -> 
     return prompts
 
 
+def draw_continuation(
+    model: Any, length: int, steps: int, generator: torch.Generator
+) -> tuple[list[int], list[int], Tensor]:
+    """A random prompt and transformers' continuation of it, over which its cached and uncached logits agree."""
+    for _ in range(20):
+        prompt: list[int] = torch.randint(VOCABULARY, (length,), generator=generator).tolist()
+        tokens, logits = their_continuation(model, prompt, steps)
+        uncached = true_logits(model, [*prompt, *tokens])[length - 1 : -1]
+        if worst_error(logits, uncached) < STEADY and is_steady(model, [*prompt, *tokens]):
+            return prompt, tokens, logits
+    raise AssertionError(f"no steady continuation of {length} tokens in 20 draws")
+
+
 def worst_error(got: Tensor, want: Tensor) -> float:
     """The largest relative error of a row: ||got - want|| / ||want||."""
     assert got.shape == want.shape
