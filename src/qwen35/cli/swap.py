@@ -31,8 +31,11 @@ EXIT_INTERRUPTED = 130
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """The options of one experiment, as the command line spells them. ``gdn`` empty: every usable adapter but the
-    oracle; ``device`` empty: what the settings say; ``null_slot`` -1: none."""
+    """The options of one experiment, as the command line spells them.
+
+    ``gdn`` empty: every usable adapter but the oracle; ``device`` empty: what the settings say; ``null_slot`` 0: the
+    pool's slot 0 is nobody's, as in some engines; -1: none.
+    """
 
     model: Path | None = None
     geometry: str = "35B-A3B"
@@ -71,7 +74,7 @@ def swap(
     verify: str = typer.Option(_DEFAULT.verify, help="Verify widths, BATCHxDRAFT joined by commas."),
     state_dtype: str = typer.Option(_DEFAULT.state_dtype, help="State pool: float32 or bfloat16."),
     dtype: str = typer.Option(_DEFAULT.dtype, help="Tokens: auto, float32, bfloat16 or float16."),
-    null_slot: int = typer.Option(_DEFAULT.null_slot, help="A slot that the pool reserves, as engines do; -1: none."),
+    null_slot: int = typer.Option(_DEFAULT.null_slot, min=-1, max=0, help="0: the pool reserves slot 0; -1: none."),
     device: str = typer.Option("", help=DEVICE_HELP),
     seed: int = typer.Option(_DEFAULT.seed, help="Seed of tokens, states and slots."),
     repeats: int = typer.Option(_DEFAULT.repeats, min=1, help="Replays or eager calls a round; there are two."),

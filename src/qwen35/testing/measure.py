@@ -17,8 +17,10 @@ from torch import Tensor
 
 from qwen35.domain.errors import CaptureError
 
-#: How much more than the L2 must pass between two uses of a line, for the second to come from memory.
-COLD_FACTOR = 4
+#: Bytes moved between two uses of a line, in L2 sizes, for the second to come from memory. A state that is read and
+#: written counts twice, so half of this is distinct.
+COLD_FACTOR = 8
+FLUSH_FACTOR = 2
 MIN_CALLS_PER_REPLAY = 10
 MAX_SETS = 256
 WARM_UP = 3
@@ -172,5 +174,5 @@ def _between_events(call: Thunk, before: Thunk | None = None) -> float:
 
 def _flusher(device: torch.device) -> Thunk:
     l2 = torch.cuda.get_device_properties(device).L2_cache_size
-    buffer = torch.empty(COLD_FACTOR * l2, dtype=torch.uint8, device=device)
+    buffer = torch.empty(FLUSH_FACTOR * l2, dtype=torch.uint8, device=device)
     return buffer.zero_

@@ -124,3 +124,18 @@ def test_without_matplotlib_there_is_no_plot_and_it_says_so(
     assert "no plot: matplotlib is not installed" in result.stdout
     assert load(tmp_path / "out")["rows"]
     assert not (tmp_path / "out" / "swap.png").exists()
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_decode_is_replayed_cold_and_stays_under_the_ceiling(run: Any, tmp_path: Path) -> None:
+    words = ("--gdn", "triton", "--decode-batches", "1,64", "--prefill", "1x64", "--verify", "2x3")
+    result = run("swap", "--geometry", "35B-A3B", *words, "--device", "cuda", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    for row in load(tmp_path / "out")["rows"]:
+        (measured,) = row["results"]
+        assert measured["ran"], measured
+        assert not measured["broken"], measured
+        if row["phase"] != "extend":
+            assert measured["method"].startswith("CUDA graph replay")
+        # A warm cache would show as more than the memory can give.
+        assert measured["percent_of_ceiling"] < 105, measured
