@@ -11,13 +11,14 @@ from __future__ import annotations
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parent.parent
 
 
-def entry_points_text(project: dict[str, object]) -> str:
+def entry_points_text(project: dict[str, Any]) -> str:
     """``entry_points.txt`` of the ``[project]`` table: scripts and every entry-point group."""
-    groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}  # type: ignore[dict-item]
+    groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
     blocks = []
     for group, points in groups.items():
         lines = [f"[{group}]", *(f"{name} = {value}" for name, value in points.items())]

@@ -108,6 +108,8 @@ def install(release: str, targets: Mapping[str, Target], hooks: Mapping[str, Hoo
     unpatched = [path for path, before in fresh.items() if pkgutil.resolve_name(path) is before]
     if unpatched:
         uninstall()
+        for path in unpatched:
+            del _SWITCHES[path]
         raise UnavailableError(
             f"the seam for SGLang {release}", [f"{path} was not patched; SGLang's log says why" for path in unpatched]
         )
