@@ -23,7 +23,8 @@ NATURAL_ALIGNMENT = 1
 
 def make_registry(settings: Settings, platform: Platform, extra: Iterable[AdapterEntry]) -> AdapterRegistry:
     """The registry, with the settings that concern single adapters."""
-    return AdapterRegistry(platform, AdapterOptions(prefill_split=settings.prefill_split), extra)
+    options = AdapterOptions(prefill_split=settings.prefill_split, checked=settings.checked)
+    return AdapterRegistry(platform, options, extra)
 
 
 def make_gated_delta_rule(
