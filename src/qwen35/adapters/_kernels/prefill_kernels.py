@@ -67,6 +67,9 @@ def _prefill_inputs(
             log1p = tl.where(small < 0.01, series, tl.log(1.0 + small))
             g = -rate[None, :] * tl.where(x > 20.0, x, tl.where(x > 0.0, x, 0.0) + log1p)
             b = 1.0 / (1.0 + tl.exp(-b))
+        if HAS_SLOTS:
+            g = tl.where(live[:, None], g, 0.0)
+            b = tl.where(live[:, None], b, 0.0)
         if LINEAR:
             g = tl.exp(g)
         to = token[:, None] * VALUE_HEADS + head[None, :]
@@ -102,9 +105,9 @@ def launch_prefill_inputs(
     parts = heads + 1 + (0 if value is q else value_heads)
     _prefill_inputs[(triton.cdiv(tokens, TOKENS), parts)](
         q, k, value, decay_in, beta_in, a_log, dt_bias, cu_seqlens, cu_seqlens if slots is None else slots, q_out,
-        k_out, value_out, decay, beta, cu_out, tokens, cu_seqlens.shape[0], q.stride(0), q.stride(1), k.stride(0), k.stride(1), value.stride(0),
-        value.stride(1), decay_in.stride(0), beta_in.stride(0), HEADS=heads, VALUE_HEADS=value_heads, KEY_WIDTH=width,
-        VALUE_WIDTH=value.shape[2], KEY_PADDED=triton.next_power_of_2(width),
+        k_out, value_out, decay, beta, cu_out, tokens, cu_seqlens.shape[0], q.stride(0), q.stride(1), k.stride(0),
+        k.stride(1), value.stride(0), value.stride(1), decay_in.stride(0), beta_in.stride(0), HEADS=heads,
+        VALUE_HEADS=value_heads, KEY_WIDTH=width, VALUE_WIDTH=value.shape[2], KEY_PADDED=triton.next_power_of_2(width),
         VALUE_PADDED=triton.next_power_of_2(value.shape[2]), HEADS_PADDED=triton.next_power_of_2(value_heads),
         RAW=not isinstance(gates, LogGates), LINEAR=linear, COPY_V=value is not q,
         STEPS=max(1, (cu_seqlens.shape[0] - 1).bit_length()), HAS_SLOTS=slots is not None, BLOCK_T=TOKENS,

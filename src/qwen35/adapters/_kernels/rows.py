@@ -51,7 +51,7 @@ class RowOperations(Protocol):
     ) -> None:  # fmt: skip
         """Fill dense copies: q and k L2-normalised (eps 1e-6) in float32 and rounded once, ``decay`` [T, HV] float32
         (exp of the log decay where ``linear``), ``beta`` [T, HV] float32, ``cu_seqlens``, and v where given. Tokens
-        of sequences whose entry of ``slots`` is -1 are read as zero."""
+        of sequences whose entry of ``slots`` is -1 are read as zero, with log decay 0 and beta 0."""
 
 
 def triton_rows() -> RowOperations:

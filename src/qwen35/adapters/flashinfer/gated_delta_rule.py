@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from types import MappingProxyType
 
 import torch
@@ -12,10 +11,10 @@ from torch import Tensor
 
 from qwen35.adapters._kernels.rows import RowOperations
 from qwen35.adapters._kernels.scratch import Scratch, capturing
+from qwen35.adapters.flashinfer.admission import StepCall, key_of, misaligned, tensors_of
 from qwen35.adapters.flashinfer.behaviour import measure_decode, measure_verify
+from qwen35.adapters.flashinfer.capabilities import capabilities_of
 from qwen35.adapters.flashinfer.mends import (
-    ALIGNMENT,
-    CHUNK,
     SOFTPLUS_LIMIT,
     Behaviour,
     Mend,
@@ -29,10 +28,9 @@ from qwen35.adapters.flashinfer.parameters import ParameterCopies
 from qwen35.adapters.flashinfer.prefill import Prefill
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.adapters.flashinfer.steps import Step, run_decode, run_verify
-from qwen35.domain.capabilities import Capabilities, Phase, Support
-from qwen35.domain.errors import CaptureError, ClosedError, UnavailableError, UnsupportedError
+from qwen35.domain.capabilities import Phase, Support
+from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
 from qwen35.domain.platform import Platform
-from qwen35.domain.precision import Precision
 from qwen35.ports.adapter import AdapterOptions
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
@@ -47,13 +45,6 @@ from qwen35.ports.gated_delta_rule import (
 from qwen35.ports.gdn_checks import call_geometry, check_commit, check_decode, check_extend, check_verify
 from qwen35.ports.support import call_support, plan_support
 
-StepCall = DecodeCall | VerifyCall
-
-_GATES = attrgetter("a", "b", "A_log", "dt_bias")
-_TENSORS = {
-    DecodeCall: attrgetter("q", "k", "v", "states", "slots", "write_slots", "out"),
-    VerifyCall: attrgetter("q", "k", "v", "states", "slots", "rows", "out", "intermediates", "parents"),
-}
 #: Admitted calls that are remembered; a serving engine has a few hundred shapes.
 MAX_ADMITTED = 4096
 
@@ -64,6 +55,7 @@ class _Admitted:
 
     mend: Mend
     plan: GdnPlan
+    branch: str
 
 
 class FlashInferGatedDeltaRule:
@@ -80,12 +72,7 @@ class FlashInferGatedDeltaRule:
     def __init__(
         self, kernels: FlashInferKernels, rows: RowOperations, platform: Platform, options: AdapterOptions
     ) -> None:
-        major = platform.compute_capability[0] if platform.compute_capability else 9
-        missing = [n for n, k in (("decode", kernels.decode), ("mtp", kernels.mtp)) if k is None]
-        if major == 9 and kernels.prefill is None:
-            missing.append("prefill")
-        if missing:
-            raise UnavailableError("FlashInfer", [f"missing the {name} kernel" for name in missing])
+        self.capabilities = capabilities_of(kernels, platform)
         self._kernels, self._rows = kernels, rows
         self._platform, self._split = platform, options.prefill_split
         self._scratch, self._parameters = Scratch(), ParameterCopies()
@@ -95,7 +82,6 @@ class FlashInferGatedDeltaRule:
         self._admitted: dict[tuple[object, ...], _Admitted] = {}
         self._branches: dict[Phase, str] = {}
         self._closed = False
-        self.capabilities = _capabilities(kernels, platform, major)
 
     @property
     def branches(self) -> Mapping[Phase, str]:
@@ -205,10 +191,11 @@ class FlashInferGatedDeltaRule:
     def _admit(self, call: StepCall) -> _Admitted:
         """Check ``call`` once for each set of shapes; addresses every time."""
         self._open()
-        tensors = _tensors(call)
-        key, off = _key(call, tensors), _misaligned(tensors)
+        tensors = tensors_of(call)
+        key, off = key_of(call, tensors), misaligned(tensors)
         admitted = self._admitted.get(key)
         if admitted is not None and not off:
+            self._branches[_phase(call)] = admitted.branch
             return admitted
         if isinstance(call, DecodeCall):
             check_decode(call)
@@ -218,8 +205,8 @@ class FlashInferGatedDeltaRule:
         plan = self._cover(call)
         self._refuse(call)  # the plan may have measured what the defaults did not say
         mend = self._mend(call, plan) if call.q.shape[0] else Mend()
-        self._branches[_phase(call)] = mend.branch
-        admitted = _Admitted(mend, plan)
+        admitted = _Admitted(mend, plan, mend.branch)
+        self._branches[_phase(call)] = admitted.branch
         if call.states.is_cuda and not off:
             if len(self._admitted) >= MAX_ADMITTED:
                 self._admitted.clear()
@@ -337,28 +324,6 @@ class FlashInferGatedDeltaRule:
             raise ClosedError("this adapter was closed; make another one")
 
 
-def _capabilities(kernels: FlashInferKernels, platform: Platform, major: int) -> Capabilities:
-    """By compute capability: prefill exists for 9, 10 (with CUDA 13) and 12, verify is tested on 9 and 10."""
-    cuda = int((torch.version.cuda or "13").partition(".")[0])
-    phases = {Phase.DECODE, Phase.COMMIT}
-    if kernels.prefill is not None and (major in (9, 12) or (major == 10 and cuda >= 13)):
-        phases.add(Phase.EXTEND)
-    if major in (9, 10):
-        phases.add(Phase.VERIFY)
-    step = Precision(products="float32")
-    return Capabilities(
-        phases=frozenset(phases), token_dtypes=frozenset({"bfloat16"}),
-        state_dtypes=frozenset({"float32"} if kernels.mtp_bf16 is None else {"float32", "bfloat16"}),
-        key_widths=frozenset({128}), value_widths=frozenset({128}), device_types=frozenset({platform.device_type}),
-        min_compute_capability=(9, 0), checkpoints=True, checkpoint_multiple=CHUNK, byte_alignment=ALIGNMENT,
-        precision=MappingProxyType({
-            Phase.DECODE: step, Phase.VERIFY: step, Phase.COMMIT: step,
-            # Normalised q and k, and each chunk's products, are rounded to the tokens' dtype.
-            Phase.EXTEND: Precision(products=None, roundings=2.0),
-        }),
-    )  # fmt: skip
-
-
 def _phase(call: StepCall) -> Phase:
     return Phase.DECODE if isinstance(call, DecodeCall) else Phase.VERIFY
 
@@ -372,28 +337,6 @@ def _behaviour_key(phase: Phase, plan: GdnPlan) -> tuple[object, ...]:
 
 def _plan_key(plan: GdnPlan) -> tuple[object, ...]:
     return (plan.geometry, plan.state_dtype, plan.token_dtype, plan.device)
-
-
-def _tensors(call: StepCall) -> tuple[Tensor | None, ...]:
-    """Every tensor of the call; the parameters, of which copies are made, come last."""
-    gates = _GATES(call.gates) if isinstance(call.gates, RawGates) else ()
-    return (*_TENSORS[type(call)](call), *gates)
-
-
-def _key(call: StepCall, tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
-    return (
-        type(call), call.scale,
-        *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors],
-    )  # fmt: skip
-
-
-def _misaligned(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether an address is off, which no set of shapes can settle."""
-    joined = 0
-    for tensor in tensors[:-2]:
-        if tensor is not None:
-            joined |= tensor.data_ptr()
-    return joined % ALIGNMENT != 0
 
 
 def _output(like: Tensor, given: Tensor | None) -> Tensor:
