@@ -47,11 +47,10 @@ def test_a_broken_adapter_of_another_package_fails_with_its_smallest_example(run
     assert "smallest example (seed" in table.stdout
 
 
-@pytest.mark.usefixtures("third_party")
-def test_an_adapter_that_refuses_every_case_has_not_passed(run: Any) -> None:
-    result = run("conform", "modest", "--clause", "fresh", "--examples", "1", "--device", "cpu", "--json")
+def test_a_suite_that_could_show_nothing_has_not_passed(run: Any) -> None:
+    result = run("conform", "reference", "--clause", "capture", "--device", "cpu", "--json")
     assert result.exit_code == 1, result.output
     report = json.loads(result.stdout)
     assert report["ok"] is False
     assert {law["status"] for law in report["laws"]} == {"skipped"}
-    assert all("token dtype requires float64" in law["reason"] for law in report["laws"])
+    assert all(law["reason"] for law in report["laws"])
