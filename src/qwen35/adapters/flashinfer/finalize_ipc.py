@@ -1,0 +1,58 @@
+"""FlashInfer's one-shot finalize over CUDA IPC: no multicast, ranks of one host."""
+
+from __future__ import annotations
+
+import torch
+
+from qwen35.adapters.flashinfer.finalize_names import Loader, installed, ipc_names
+from qwen35.adapters.flashinfer.finalize_workspace import FlashInferFusionWorkspace
+from qwen35.domain.capabilities import Support
+from qwen35.domain.errors import UnsupportedError
+from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities
+from qwen35.domain.finalize_signature import WorkspaceSignature
+from qwen35.ports.finalize_checks import signature_support, torch_dtype
+
+NAME = "flashinfer_ipc"
+
+#: trtllm_ar.py: what one rank's messages of a call may take, a little under 2 GiB.
+MOST_MESSAGE_BYTES = 2147483647 & ~((1 << 21) - 1)
+
+#: trtllm_moe_allreduce_fusion.cuh computes row * hidden in 32-bit integers.
+MOST_ROUTED_ELEMENTS = 2**31 - 1
+
+
+class FlashInferIpcFusion:
+    """Sums experts and ranks in bfloat16, rounding at every term: that is what ``roundings`` counts."""
+
+    def __init__(self, facts: DeviceFacts, load: Loader = ipc_names) -> None:
+        self._facts, self._load = facts, load
+        self.capabilities = FusionCapabilities(
+            device_types=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), tp_sizes=frozenset({2, 4, 8, 16}),
+            one_host=True, roundings=16.0,
+        )  # fmt: skip
+
+    def supports(self, signature: WorkspaceSignature) -> Support:
+        reasons = [*signature_support(self.capabilities, signature).reasons, *self._facts.no_symmetric_memory]
+        message = signature.max_m * signature.hidden * signature.tp_size * 2
+        if message > MOST_MESSAGE_BYTES:
+            reasons.append(f"max_m * hidden * ranks requires at most {MOST_MESSAGE_BYTES} bytes, got {message}")
+        return Support.of(*reasons, *installed())
+
+    def prepare(self, signature: WorkspaceSignature) -> FlashInferFusionWorkspace:
+        support = self.supports(signature)
+        if not support:
+            raise UnsupportedError(f"{NAME} workspace", support.reasons)
+        names = self._load()
+        with torch.cuda.device(signature.device):
+            # The group is given: left out, it would be the whole world.
+            native = names.make(
+                tp_size=signature.tp_size, tp_rank=signature.rank, max_token_num=signature.max_m,
+                hidden_dim=signature.hidden, dtype=torch_dtype(signature.dtype), group=signature.group,
+            )  # fmt: skip
+        addresses = tuple(address for buffer in native.ipc_handles for address in buffer)
+        return FlashInferFusionWorkspace(
+            NAME, signature, native, names, addresses=addresses, most_elements=MOST_ROUTED_ELEMENTS
+        )
+
+    def close(self) -> None:
+        """Holds nothing."""

@@ -1,0 +1,105 @@
+"""One FlashInfer workspace behind our port, whichever backend made it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qwen35.adapters.flashinfer.finalize_names import FusionNames
+from qwen35.domain.capabilities import Support
+from qwen35.domain.errors import ClosedError, UnsupportedError
+from qwen35.domain.finalize import FinalizeHandoff
+from qwen35.domain.finalize_signature import WorkspaceSignature
+from qwen35.ports.finalize_checks import (
+    check_all_reduce,
+    check_finalize,
+    handoff_tensors,
+    token_support,
+    torch_dtype,
+)
+from qwen35.ports.finalize_fusion import NormAndResidual
+
+
+class FlashInferFusionWorkspace:
+    """Both patterns on one native workspace, with the epsilon and bias of the signature.
+
+    FlashInfer's routes disagree about a live choice of weight zero (some multiply it, and show a NaN in its row),
+    so its index is made -1 first, in a buffer made at construction. A routed output without rows is refused.
+    """
+
+    def __init__(
+        self, adapter: str, signature: WorkspaceSignature, native: Any, names: FusionNames, *,
+        addresses: tuple[int, ...], most_elements: int | None = None, pdl: bool = False,
+    ) -> None:  # fmt: skip
+        self.adapter, self.signature, self.addresses = adapter, signature, addresses
+        self._native, self._names, self._pdl, self._most = native, names, pdl, most_elements
+        choices = (signature.max_m, signature.top_k)
+        self._indices = torch.empty(choices, dtype=torch.int32, device=signature.device)
+        self._unweighted = torch.empty(choices, dtype=torch.bool, device=signature.device)
+
+    def supports(self, m: int) -> Support:
+        support = token_support(self.signature, m, self._native is None)
+        if not support:
+            return support
+        s = self.signature
+        fits = self._native.is_buffer_size_sufficient(s.tp_size, m, s.hidden, torch_dtype(s.dtype))
+        return Support.of() if fits else Support.of(f"FlashInfer's buffers require fewer tokens, got {m}")
+
+    def finalize(
+        self, handoff: FinalizeHandoff, residual: Tensor, gamma: Tensor, out: NormAndResidual | None = None
+    ) -> NormAndResidual:
+        self._check_usable()
+        check_finalize(self.signature, handoff, residual, gamma, out)
+        routed, weights, indices, shared = handoff_tensors(handoff)
+        self._refuse(handoff.m, routed, weights)
+        m = handoff.m
+        kept, unweighted = self._indices[:m], self._unweighted[:m]
+        torch.eq(weights, 0, out=unweighted)
+        kept.copy_(indices)
+        kept.masked_fill_(unweighted, -1)
+        return self._run(
+            self._names.finalize, routed, residual, gamma, out,
+            expanded_idx_to_permuted_idx=kept, expert_scale_factor=weights, shared_expert_output=shared,
+        )  # fmt: skip
+
+    def all_reduce(
+        self, local: Tensor, residual: Tensor, gamma: Tensor, out: NormAndResidual | None = None
+    ) -> NormAndResidual:
+        self._check_usable()
+        check_all_reduce(self.signature, local, residual, gamma, out)
+        return self._run(self._names.all_reduce, local, residual, gamma, out)
+
+    def destroy(self) -> None:
+        if self._native is not None:
+            self._native.destroy()
+        self._native = None
+
+    def _check_usable(self) -> None:
+        if self._native is None:
+            raise ClosedError("the fusion workspace is destroyed; prepare a new one")
+
+    def _refuse(self, m: int, routed: Tensor, weights: Tensor) -> None:
+        reasons = list(self.supports(m).reasons)
+        if weights.dtype != torch.bfloat16:
+            reasons.append(f"expert_weights require bfloat16, got {str(weights.dtype).removeprefix('torch.')}")
+        if not routed.shape[0]:
+            reasons.append("routed_output requires at least one row, got none")
+        if self._most is not None and routed.numel() > self._most:
+            reasons.append(f"routed_output requires at most {self._most} elements, got {routed.numel()}")
+        if reasons:
+            raise UnsupportedError(f"{self.adapter} finalize", reasons)
+
+    def _run(
+        self, pattern: Any, source: Tensor, residual: Tensor, gamma: Tensor, out: NormAndResidual | None,
+        **operands: Tensor | None,
+    ) -> NormAndResidual:  # fmt: skip
+        if out is None:
+            out = NormAndResidual(norm=torch.empty_like(residual), residual=torch.empty_like(residual))
+        self._names.launch(
+            input=source, workspace=self._native, pattern=pattern, launch_with_pdl=self._pdl, residual_in=residual,
+            residual_out=out.residual, norm_out=out.norm, rms_gamma=gamma, rms_eps=self.signature.eps,
+            weight_bias=self.signature.weight_bias, **operands,
+        )  # fmt: skip
+        return out
