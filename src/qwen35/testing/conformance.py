@@ -12,7 +12,7 @@ from typing import Any
 import hypothesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import Phase as Step
-from hypothesis.errors import HypothesisException, Unsatisfiable
+from hypothesis.errors import FlakyFailure, HypothesisException, Unsatisfiable
 
 from qwen35.domain.capabilities import Clause
 from qwen35.domain.errors import Qwen35Error, UnknownNameError
@@ -192,9 +192,16 @@ def _judge(
     except Unsatisfiable:
         return LawStatus.SKIPPED, "every case was refused: " + "; ".join(sorted(trail.refusals))
     except _FAILURES as exc:
-        said = f"{type(exc).__name__}: {exc}".removeprefix("AssertionError: ")
+        said = _said(exc)
         stated = bench.adapter.capabilities.deviations.get(law.clause)
         return (LawStatus.FAILED, said) if stated is None else (LawStatus.DEVIATES, f"{stated} ({said})")
     if not trail.checked:
         return LawStatus.SKIPPED, "every case was refused: " + "; ".join(sorted(trail.refusals))
     return LawStatus.PASSED, ""
+
+
+def _said(exc: BaseException) -> str:
+    if isinstance(exc, FlakyFailure):
+        first = next((_said(inner) for inner in exc.exceptions if not isinstance(inner, HypothesisException)), "")
+        return f"{first} (not repeatable: an earlier call or a race shows in the result)"
+    return f"{type(exc).__name__}: {exc}".removeprefix("AssertionError: ")

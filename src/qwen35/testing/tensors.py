@@ -79,11 +79,11 @@ def slab(shape: Sequence[int], dtype: torch.dtype, device: torch.device, *, lead
 def poisoned_memory() -> Iterator[None]:
     """Memory that torch hands out uninitialised is NaN (or the largest integer) inside: scratch and outputs that
     an adapter forgets to write show."""
-    before, warn = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    before = torch.get_deterministic_debug_mode()
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*deterministic.*")
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.set_deterministic_debug_mode("warn")
         try:
             yield
         finally:
-            torch.use_deterministic_algorithms(before, warn_only=warn)
+            torch.set_deterministic_debug_mode(before)

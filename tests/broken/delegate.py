@@ -1,0 +1,72 @@
+"""An adapter that hands every call to the plain-torch one: broken adapters override what they break."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qwen35.adapters.reference.gated_delta_rule import ReferenceGatedDeltaRule
+from qwen35.adapters.reference.short_convolution import ReferenceShortConvolution
+from qwen35.domain.capabilities import Capabilities, Clause, Support
+from qwen35.testing import KITS, LAWS, Bench, LawReport, Profile, limits_for, run_law
+
+
+class Delegate:
+    """Keeps every clause, because the plain-torch adapter inside does. A broken one says which clause it ``breaks``
+    and which law it must be ``caught_by``."""
+
+    breaks: Clause
+    caught_by: str
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.capabilities: Capabilities = inner.capabilities
+
+    def prepare(self, plan: Any) -> None:
+        self.inner.prepare(plan)
+
+    def supports(self, call: Any) -> Support:
+        return self.inner.supports(call)
+
+    def decode(self, call: Any) -> Tensor:
+        return self.inner.decode(call)
+
+    def extend(self, call: Any) -> Any:
+        return self.inner.extend(call)
+
+    def verify(self, call: Any) -> Tensor:
+        return self.inner.verify(call)
+
+    def commit(self, call: Any) -> None:
+        self.inner.commit(call)
+
+    def refresh_parameters(self) -> int:
+        return self.inner.refresh_parameters()
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+class Gdn(Delegate):
+    """The float32 reference of the gated delta rule."""
+
+    def __init__(self) -> None:
+        super().__init__(ReferenceGatedDeltaRule(torch.float32, "cpu"))
+
+
+class Conv(Delegate):
+    """The float32 reference of the short convolution."""
+
+    def __init__(self) -> None:
+        super().__init__(ReferenceShortConvolution(torch.float32, "cpu"))
+
+
+def law_that_catches(port: str, broken: type[Delegate], device: str = "cpu") -> LawReport:
+    """The report of the law that ``broken`` names, in the clause that it names."""
+    (law,) = (law for law in LAWS[port][broken.breaks] if law.name == broken.caught_by)
+    adapter = broken()
+    profile = Profile.CPU if device == "cpu" else Profile.GPU
+    bench = Bench(adapter, KITS[port], device, limits_for(adapter.capabilities, profile), broken)
+    return run_law(law, bench, examples=100, shrink=False)
