@@ -76,7 +76,8 @@ class Pool:
 
 
 def _work(rank: int, size: int, port: int, backend: str, pipe: Connection) -> None:
-    os.environ.update(MULTICAST_OFF | {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+    address = {"GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.update(MULTICAST_OFF | address)
     torch.set_num_threads(1)
     device = "cpu"
     if backend == "nccl":

@@ -1,0 +1,72 @@
+"""The fused finalize on two GPUs without multicast: laws, soak, uneven arrival, addresses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from finalize_pool import Pool
+from finalize_tasks import arrive_late, check_last_law, check_law, kernels_of_a_call, never_arrive, soak
+
+from qwen35.testing.finalize_laws import CAPTURE_LAWS, LAWS
+
+pytestmark = [pytest.mark.gpu, pytest.mark.row("A25")]
+
+#: One width that is no power of two, one small enough to be cut over few programs, the public ones.
+SHAPES: dict[str, dict[str, Any]] = {
+    "2048x8": {"hidden": 2048, "top_k": 8, "max_m": 300},
+    "3072x8": {"hidden": 3072, "top_k": 8, "max_m": 130, "weight_bias": 1.0},
+    "4096x10": {"hidden": 4096, "top_k": 10, "max_m": 70, "shared_expert": False},
+}
+ADAPTERS = ["triton", "triton two-step", "reference"]
+
+
+@pytest.mark.parametrize("law", sorted(LAWS))
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_laws_hold(two_gpus: Pool, adapter: str, shape: str, law: str) -> None:
+    two_gpus.run(check_law, adapter, law, 20260, SHAPES[shape])
+
+
+@pytest.mark.case("C47")
+@pytest.mark.row("A10")
+@pytest.mark.parametrize("law", sorted(CAPTURE_LAWS))
+@pytest.mark.parametrize("shape", sorted(SHAPES))
+@pytest.mark.parametrize("adapter", ["triton", "triton two-step"])
+def test_capture_laws_hold(two_gpus: Pool, adapter: str, shape: str, law: str) -> None:
+    two_gpus.run(check_law, adapter, law, 81, SHAPES[shape])
+
+
+@pytest.mark.parametrize("law", [*sorted(LAWS), *sorted(CAPTURE_LAWS)])
+def test_laws_hold_for_flashinfers_ipc(two_gpus: Pool, law: str) -> None:
+    pytest.importorskip("flashinfer")
+    two_gpus.run(check_law, "flashinfer_ipc", law, 405, SHAPES["2048x8"] | {"max_m": 128})
+
+
+@pytest.mark.parametrize("adapter", ["triton", "triton two-step"])
+def test_a_hundred_thousand_replays_neither_hang_nor_drift(two_gpus: Pool, adapter: str) -> None:
+    first, second = two_gpus.run(soak, adapter, 100_000, 3, SHAPES["2048x8"])
+    assert first == second
+
+
+@pytest.mark.parametrize("adapter", ["triton", "triton two-step"])
+def test_a_rank_that_comes_three_seconds_late_is_waited_for(two_gpus: Pool, adapter: str) -> None:
+    waited, late = two_gpus.run(arrive_late, adapter, 3.0, SHAPES["2048x8"])
+    assert waited > 2.0
+    assert late < 2.0
+
+
+def test_checked_mode_names_the_rank_that_never_comes(two_gpus: Pool) -> None:
+    named, nobody = two_gpus.run(never_arrive, {"hidden": 2048, "top_k": 8, "max_m": 8})
+    assert (named, nobody) == ((1,), ())
+
+
+def test_a_one_shot_finalize_is_one_kernel(two_gpus: Pool) -> None:
+    for names in two_gpus.run(kernels_of_a_call, "triton", SHAPES["2048x8"]):
+        assert names == ["finalize_one_shot"]
+
+
+@pytest.mark.row("A15")
+@pytest.mark.parametrize("adapter", ["triton", "reference"])
+def test_destroyed_means_closed(two_gpus: Pool, adapter: str) -> None:
+    two_gpus.run(check_last_law, adapter, 9, {"hidden": 2048, "top_k": 8, "max_m": 16})
