@@ -80,7 +80,7 @@ class TorchRows:
             v_out.copy_(torch.where(live[:, None, None], v, torch.zeros_like(v)))
         g, b = log_gates(gates)
         made = torch.where(live[:, None], g, torch.zeros_like(g))
-        decay.copy_(made.exp() if linear else made)
+        decay.copy_(made.double().exp() if linear else made)  # rounded once, wherever in the tensor it stands
         beta.copy_(torch.where(live[:, None], b, torch.zeros_like(b)))
         cu_out.copy_(cu_seqlens)
 
@@ -91,4 +91,4 @@ def log_gates(gates: Gates) -> tuple[Tensor, Tensor]:
         return gates.g.float(), gates.beta.float()
     x = gates.a.double() + gates.dt_bias.double()
     softplus = torch.where(x > 20, x, torch.log1p(x.clamp(max=20.0).exp()))
-    return (-gates.A_log.double().exp() * softplus).float(), torch.sigmoid(gates.b.float())
+    return (-gates.A_log.double().exp() * softplus).float(), torch.sigmoid(gates.b.double()).float()

@@ -501,7 +501,26 @@ def law_bed(later: bool) -> FlashInferGatedDeltaRule:
 
 
 @pytest.mark.parametrize("later", [False, True], ids=["0.6.18", "0.7"])
-@pytest.mark.parametrize("clause", [c for c in Clause if c not in (Clause.SIZE, Clause.CAPTURE, Clause.STRIDES)])
+#: Size and capture need a GPU; of strides most small cases are refused for alignment; the order law compares the
+#: null slot too, which two rows without a write slot leave to chance. Strides and order have tests of their own.
+LEFT_OUT = frozenset({Clause.SIZE, Clause.CAPTURE, Clause.STRIDES, Clause.ORDER})
+
+
+@pytest.mark.parametrize("state", [F32, BF16])
+def test_rows_in_another_order_give_the_same_bits(state: torch.dtype) -> None:
+    bed = Bed(state, null=0)
+    call = bed.decode([3, -1, 1, 5])
+    turn = torch.tensor([2, 3, 0, 1])
+    gates = replace(call.gates, a=call.gates.a[turn], b=call.gates.b[turn])
+    turned = replace(
+        call, q=call.q[turn], k=call.k[turn], v=call.v[turn], gates=gates, slots=call.slots[turn],
+        states=call.states.clone(),
+    )  # fmt: skip
+    assert torch.equal(bed.adapter.decode(call)[turn], bed.adapter.decode(turned)), f"seed {bed.seed}"
+    assert torch.equal(call.states[1:], turned.states[1:]), f"seed {bed.seed}"
+
+
+@pytest.mark.parametrize("clause", [c for c in Clause if c not in LEFT_OUT])
 def test_the_mended_kernels_keep_the_contract(clause: Clause, later: bool) -> None:
     limits = replace(
         limits_for(law_bed(later).capabilities, Profile.CPU, null_slot=0), heads=((1, 1), (1, 2)), examples=2,

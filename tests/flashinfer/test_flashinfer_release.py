@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from qwen35.adapters._kernels.sources import missing_names
 from qwen35.adapters.flashinfer import release
 from qwen35.adapters.flashinfer.entries import GATED_DELTA_RULE, probe
 from qwen35.domain.platform import Platform
@@ -102,7 +103,7 @@ def write(folder: Path, **changes: tuple[str, ...]) -> Path:
 
 
 def test_sources_with_everything_miss_nothing(tmp_path: Path) -> None:
-    assert release.missing_names(write(tmp_path)) == []
+    assert missing_names("flashinfer", write(tmp_path), release.REQUIRED.values()) == []
 
 
 @pytest.mark.row("I02")
@@ -111,7 +112,7 @@ def test_a_renamed_argument_a_lost_function_and_a_broken_file_are_named(tmp_path
     folder = write(tmp_path, prefill=(*arguments, "context_parallel"))
     (folder / "gdn_kernels" / "gdn_decode_bf16_state.py").write_text("x = 1\n")
     (folder / "gdn_decode.py").write_text("def (\n")
-    missing = release.missing_names(folder)
+    missing = missing_names("flashinfer", folder, release.REQUIRED.values())
     assert "argument 'use_cp' of flashinfer.gdn_prefill.chunk_gated_delta_rule" in missing
     assert "flashinfer.gdn_kernels.gdn_decode_bf16_state.gated_delta_rule_mtp" in missing
     assert "flashinfer.gdn_decode (SyntaxError)" in missing

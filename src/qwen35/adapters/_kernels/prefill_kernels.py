@@ -81,12 +81,14 @@ def _prefill_inputs(
                 offset = tl.load(cu_seqlens + at, mask=at < entries, other=0)
                 tl.store(cu_out + at, offset.to(cu_out.dtype.element_ty), mask=at < entries)
     elif COPY_V:
-        head = part - HEADS - 1
-        at = tl.arange(0, VALUE_PADDED)
-        column = (at < VALUE_WIDTH)[None, :]
-        x = tl.load(v + token[:, None] * v_token + head * v_head + at[None, :], mask=live[:, None] & column, other=0.0)
-        to = (token[:, None] * VALUE_HEADS + head) * VALUE_WIDTH + at[None, :]
-        tl.store(v_out + to, x, mask=inside[:, None] & column)
+        # Names of its own: Triton wants one type for a name that several branches assign.
+        value_head = part - HEADS - 1
+        lane = tl.arange(0, VALUE_PADDED)
+        within = (lane < VALUE_WIDTH)[None, :]
+        where = token[:, None] * v_token + value_head * v_head + lane[None, :]
+        copied = tl.load(v + where, mask=live[:, None] & within, other=0.0)
+        target = (token[:, None] * VALUE_HEADS + value_head) * VALUE_WIDTH + lane[None, :]
+        tl.store(v_out + target, copied, mask=inside[:, None] & within)
 
 
 def launch_prefill_inputs(

@@ -5,18 +5,15 @@ The report reads source files and package metadata: it imports nothing. ``load``
 
 from __future__ import annotations
 
-import ast
 import inspect
-import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
-from importlib.util import find_spec
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+from qwen35.adapters._kernels import sources
+from qwen35.adapters._kernels.sources import ReleaseReport, Required, environment_kept
 
 Kernel = Callable[..., Any]
 
@@ -28,7 +25,7 @@ PACKAGES = MappingProxyType({
 
 _TOKENS = ("q", "k", "v", "A_log", "a", "dt_bias", "b", "scale", "output")
 #: What we call: module, function, and every argument that we pass.
-REQUIRED: Mapping[str, tuple[str, str, tuple[str, ...]]] = MappingProxyType({
+REQUIRED: Mapping[str, Required] = MappingProxyType({
     "decode": (
         "gdn_decode", "gated_delta_rule_decode_pretranspose",
         (*_TOKENS, "state", "use_qk_l2norm", "initial_state", "initial_state_indices", "output_state_indices"),
@@ -56,20 +53,6 @@ DECLARED_ENVIRONMENT = frozenset({"CUTE_DSL_LIBS"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ReleaseReport:
-    """``found`` packages with their versions ("unknown" without metadata), ``missing`` packages and names."""
-
-    found: Mapping[str, str]
-    missing: tuple[str, ...]
-
-    @property
-    def reasons(self) -> tuple[str, ...]:
-        """Why FlashInfer cannot be used; none where it can."""
-        have = ", ".join(f"{name} {number}" for name, number in self.found.items()) or "nothing"
-        return tuple(f"unavailable: missing {name} (found {have})" for name in self.missing)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class FlashInferKernels:
     """FlashInfer's functions. ``backend`` names those that take a ``backend`` argument, as releases of 0.7 do.
 
@@ -86,47 +69,13 @@ class FlashInferKernels:
 
 def report() -> ReleaseReport:
     """What is installed. Never raises; reads files and metadata only."""
-    found: dict[str, str] = {}
-    missing: list[str] = []
-    for module, package in PACKAGES.items():
-        if find_spec(module) is None:
-            missing.append(module)
-            continue
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "unknown"
-    spec = find_spec("flashinfer")
-    if spec is not None:
-        for folder in list(spec.submodule_search_locations or [])[:1]:
-            missing += missing_names(Path(folder))
-    return ReleaseReport(found=MappingProxyType(found), missing=tuple(missing))
-
-
-def missing_names(folder: Path) -> list[str]:
-    """What of ``REQUIRED`` FlashInfer's sources in ``folder`` do not define."""
-    missing: list[str] = []
-    for module, function, arguments in REQUIRED.values():
-        name = f"flashinfer.{module}"
-        path = folder.joinpath(*module.split(".")).with_suffix(".py")
-        try:
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, ValueError) as exc:
-            missing.append(f"{name} ({type(exc).__name__})")
-            continue
-        defined = [n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == function]
-        if not defined:
-            missing.append(f"{name}.{function}")
-            continue
-        taken = {a.arg for a in (*defined[-1].args.args, *defined[-1].args.kwonlyargs)}
-        missing += [f"argument {a!r} of {name}.{function}" for a in arguments if a not in taken]
-    return missing
+    return sources.report("flashinfer", PACKAGES, REQUIRED.values())
 
 
 def load() -> FlashInferKernels:
     """Import FlashInfer (seconds) and take its functions. The environment is left as it was, but for
     ``DECLARED_ENVIRONMENT``."""
-    with _environment_kept():
+    with environment_kept(DECLARED_ENVIRONMENT):
         taken = {name: _take(module, function) for name, (module, function, _) in REQUIRED.items()}
         kernels = import_module("flashinfer.gdn_kernels")
         parts = {"mtp": "run_mtp_decode", "decode": "run_pretranspose_decode"}
@@ -149,14 +98,3 @@ def _take(module: str, function: str) -> Kernel | None:
     except (ImportError, RuntimeError):
         return None  # RuntimeError: the bfloat16 module asks for a GPU when it is imported
     return kernel
-
-
-@contextmanager
-def _environment_kept() -> Iterator[None]:
-    before = dict(os.environ)
-    try:
-        yield
-    finally:
-        for name in set(os.environ) - set(before) - DECLARED_ENVIRONMENT:
-            del os.environ[name]
-        os.environ.update({n: v for n, v in before.items() if n not in DECLARED_ENVIRONMENT})

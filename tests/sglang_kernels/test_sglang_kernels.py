@@ -1,0 +1,174 @@
+"""SGLang's kernels as an adapter, over a fake that has their faults, and the installed signatures."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from fake_sglang import FakeSGLang
+from qwen35.adapters.sglang.driven_kernels import report
+from qwen35.adapters.sglang.entries import probe
+from qwen35.adapters.sglang.gated_delta_rule import SGLangGatedDeltaRule
+from qwen35.domain.capabilities import Clause
+from qwen35.domain.errors import UnsupportedError
+from qwen35.domain.platform import Platform
+from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, RawGates, VerifyCall
+from qwen35.testing.conformance import LawStatus, iter_laws
+from qwen35.testing.limits import Profile, limits_for
+from torch_rows import TorchRows
+
+CPU = Platform(device="cpu", device_name="CPU")
+HOPPER = Platform(device="cuda:0", device_name="H200", compute_capability=(9, 0), multiprocessors=132)
+H, HV, W = 1, 2, 128
+installed = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+
+
+class Bed:
+    """An adapter over the fake, with seeded calls to hand it."""
+
+    def __init__(self) -> None:
+        self.seed = random.randrange(2**31)
+        self.source = torch.Generator().manual_seed(self.seed)
+        self.fake, self.rows = FakeSGLang(), TorchRows()
+        self.adapter = SGLangGatedDeltaRule(self.fake.kernels(), self.rows, CPU)
+
+    def randn(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, generator=self.source).to(dtype)
+
+    def tokens(self, *leading: int) -> dict[str, object]:
+        projection = self.randn(*leading, (2 * H + HV) * W)
+        q, k, v = projection.split([H * W, H * W, HV * W], dim=-1)
+        return {
+            "q": q.unflatten(-1, (H, W)), "k": k.unflatten(-1, (H, W)), "v": v.unflatten(-1, (HV, W)),
+            "gates": RawGates(
+                a=self.randn(*leading, HV), b=self.randn(*leading, HV), A_log=torch.zeros(HV),
+                dt_bias=self.randn(HV),
+            ),
+            "states": self.randn(6, HV, W, W, dtype=torch.float32),
+        }  # fmt: skip
+
+    def refusal(self, call: DecodeCall | VerifyCall) -> str:
+        serve = self.adapter.decode if isinstance(call, DecodeCall) else self.adapter.verify
+        with pytest.raises(UnsupportedError) as refused:
+            serve(call)
+        assert not self.fake.calls
+        return "; ".join(refused.value.reasons)
+
+
+def slots(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def test_one_projection_is_decoded_without_a_copy_and_others_are_packed() -> None:
+    bed = Bed()
+    call = DecodeCall(**bed.tokens(3), slots=slots(2, -1, 0))
+    apart = replace(call, k=call.k.clone(), states=call.states.clone())
+    out = bed.adapter.decode(call)
+    assert bed.fake.latest("packed_decode")["mixed_qkv"].data_ptr() == call.q.data_ptr()
+    assert torch.equal(bed.adapter.decode(apart), out), f"seed {bed.seed}"
+    first = bed.fake.latest("packed_decode")["mixed_qkv"].data_ptr()
+    assert first != apart.q.data_ptr()
+    bed.adapter.decode(apart)
+    assert bed.fake.latest("packed_decode")["mixed_qkv"].data_ptr() == first
+
+
+@pytest.mark.case("C8")
+def test_rows_past_the_packed_grid_take_the_recurrent_kernel() -> None:
+    bed = Bed()
+    rows = 65_535 // HV + 1
+    call = DecodeCall(**bed.tokens(rows), slots=torch.full((rows,), -1, dtype=torch.int32))
+
+    def stub(**arguments: object) -> torch.Tensor:
+        bed.fake.calls.append(("recurrent", dict(arguments)))
+        return torch.ones(rows, 1, HV, W)
+
+    kernels = replace(bed.fake.kernels(), recurrent=stub)
+    out = SGLangGatedDeltaRule(kernels, bed.rows, CPU).decode(call)
+    assert bed.fake.calls[0][0] == "recurrent"
+    assert bool((out == 0).all()), "padded rows are zeroed afterwards"
+
+
+@pytest.mark.case("C22")
+def test_what_it_cannot_keep_is_stated_and_what_it_lacks_is_refused() -> None:
+    bed = Bed()
+    assert set(bed.adapter.capabilities.deviations) == {Clause.PRECISION, Clause.CAPTURE}
+    decode = DecodeCall(**bed.tokens(1), slots=slots(1), write_slots=slots(2))
+    assert "write slots" in bed.refusal(decode)
+    verify = VerifyCall(**bed.tokens(1, 2), slots=slots(1), intermediates=torch.zeros(1, 2, HV, W, W))
+    assert "positive" in bed.refusal(replace(verify, scale=0.0))
+    assert "a tree" in bed.refusal(replace(verify, parents=torch.tensor([[-1, -1]], dtype=torch.int32)))
+    paged = torch.zeros(2, 2 * HV * W * W + 8)[:, : 2 * HV * W * W].unflatten(1, (2, HV, W, W))
+    two = VerifyCall(**bed.tokens(2, 2), slots=slots(1, 2), intermediates=paged)
+    assert "whole nodes" in bed.refusal(two)
+
+
+@pytest.mark.case("C7")
+def test_refilled_offsets_of_the_same_tensor_are_read_anew() -> None:
+    bed = Bed()
+    call = ExtendCall(**bed.tokens(6), slots=slots(1, 2), cu_seqlens=slots(0, 2, 6))
+    bed.adapter.extend(call)
+    call.cu_seqlens.copy_(slots(0, 5, 6))
+    again = replace(call, states=call.states.clone())
+    fresh = replace(call, states=call.states.clone(), cu_seqlens=slots(0, 5, 6))
+    assert torch.equal(bed.adapter.extend(again).out, bed.adapter.extend(fresh).out), f"seed {bed.seed}"
+    assert torch.equal(again.states, fresh.states)
+
+
+def test_a_dense_pool_is_updated_in_place_and_a_paged_one_through_scratch() -> None:
+    bed = Bed()
+    call = ExtendCall(**bed.tokens(5), slots=slots(1, 2), cu_seqlens=slots(0, 2, 5))
+    dense = replace(call, states=call.states.clone())
+    base = torch.zeros(6, HV * W * W + 16)
+    paged = base[:, : HV * W * W].unflatten(1, (HV, W, W))
+    paged.copy_(call.states)
+    bed.adapter.extend(dense)
+    assert "gather_states" not in bed.rows.launches
+    bed.adapter.extend(replace(call, states=paged))
+    assert bed.rows.launches[-3:] == ["gather_states", "scatter_states", "zero_ranges"]
+    assert torch.equal(paged, dense.states), f"seed {bed.seed}"
+
+
+@pytest.mark.parametrize("clause", [c for c in Clause if c not in (Clause.SIZE, Clause.CAPTURE)])
+def test_the_mended_kernels_keep_the_contract_but_for_what_they_state(clause: Clause) -> None:
+    def make() -> SGLangGatedDeltaRule:
+        return SGLangGatedDeltaRule(FakeSGLang().kernels(), TorchRows(), CPU)
+
+    limits = replace(limits_for(make().capabilities, Profile.CPU), heads=((1, 1), (1, 2)), examples=2, max_tokens=140)
+    reports = list(iter_laws("gated_delta_rule", make, limits=limits, only=clause))
+    failed = [str(r) for r in reports if r.status is LawStatus.FAILED]
+    assert not failed, "\n".join(failed)
+    assert any(r.status in (LawStatus.PASSED, LawStatus.DEVIATES) for r in reports), [str(r) for r in reports]
+
+
+@installed
+@pytest.mark.row("I02")
+def test_the_installed_sources_have_every_function_and_argument_that_we_pass() -> None:
+    assert report().missing == ()
+    assert probe(HOPPER).ok
+
+
+@installed
+@pytest.mark.row("D00")
+@pytest.mark.row("I03")
+def test_neither_probe_nor_load_leaves_a_trace_in_the_environment() -> None:
+    code = """
+import json, os, sys
+before = dict(os.environ)
+from qwen35.adapters.sglang.entries import GATED_DELTA_RULE
+from qwen35.domain.platform import Platform
+GATED_DELTA_RULE.probe(Platform(device="cpu", device_name="CPU"))
+heavy = sorted({"torch", "triton", "sglang", "flashinfer"} & set(sys.modules))
+from qwen35.adapters.sglang.driven_kernels import load
+kernels = load()
+print(json.dumps({"heavy": heavy, "same": before == dict(os.environ)}))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == {"heavy": [], "same": True}
