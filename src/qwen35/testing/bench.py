@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from qwen35.domain.capabilities import Phase
+from qwen35.domain.errors import UnsupportedError
 from qwen35.domain.precision import ErrorBound
 from qwen35.ports.support import dtype_name
 from qwen35.testing.case import Case
@@ -58,6 +59,13 @@ class Bench:
             raise Refused(support.reasons)
         with poisoned_memory():
             return serve(self.adapter, call)
+
+    def prepare(self, case: Case[Any]) -> None:
+        """Prepare the adapter for ``case``. Raises ``Refused`` where it declines the plan."""
+        try:
+            self.adapter.prepare(self.kit.plan(case, self.place, self.limits.null_slot))
+        except UnsupportedError as refusal:
+            raise Refused(refusal.reasons) from refusal
 
     def truth(self, call: Any) -> Truth:
         """What ``call`` must give."""
@@ -113,8 +121,7 @@ class Trial:
             support = self.bench.adapter.supports(self.call)
             if not support:
                 raise Refused(support.reasons)
-            plan = self.bench.kit.plan(self.case, self.bench.place, self.bench.limits.null_slot)
-            self.bench.adapter.prepare(plan)
+            self.bench.prepare(self.case)
         return self.bench.run(self.call)
 
     def restore(self) -> None:

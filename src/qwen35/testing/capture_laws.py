@@ -22,10 +22,10 @@ def replays(bench: Bench, case: Case[Any]) -> None:
     """A captured call, replayed with new values, slots and padding at the captured addresses, is right each time."""
     trial = bench.trial(case)
     _prepare(bench, trial)
-    _warm_up(bench, trial)
+    side = _warm_up(bench, trial)
     graph = torch.cuda.CUDAGraph()
     call = trial.call
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, stream=side):
         captured = serve(bench.adapter, call)
     for turn in range(1, REPLAYS + 1):
         now = changed(bench, case, turn)
@@ -82,17 +82,19 @@ def _prepare(bench: Bench, trial: Trial) -> None:
     support = bench.adapter.supports(trial.call)
     if not support:
         raise Refused(support.reasons)
-    bench.adapter.prepare(bench.kit.plan(trial.case, bench.place, bench.limits.null_slot))
+    bench.prepare(trial.case)
 
 
-def _warm_up(bench: Bench, trial: Trial) -> None:
-    """Run once on a side stream, as capture wants it, and put every buffer back."""
+def _warm_up(bench: Bench, trial: Trial) -> torch.cuda.Stream:
+    """Run once on a side stream, as engines do before they capture on it, and put every buffer back."""
     side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         serve(bench.adapter, trial.call)
     torch.cuda.current_stream().wait_stream(side)
     trial.restore()
+    torch.cuda.synchronize()
+    return side
 
 
 def _gpu(bench: Bench) -> tuple[str, ...]:

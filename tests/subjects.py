@@ -1,0 +1,65 @@
+"""Which adapters the law suite runs, and where. A registered adapter that is missing here fails a test."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+import qwen35
+from qwen35.domain.errors import UnavailableError
+from qwen35.services.registry import installed_entries
+from qwen35.testing import KITS, Bench, Profile, limits_for
+
+#: Adapter to where its laws run: on any CPU, on a CPU under Triton's interpreter, on a GPU.
+PLACES: dict[str, tuple[Profile, ...]] = {
+    "reference": (Profile.CPU, Profile.GPU),
+    "reference64": (Profile.CPU,),
+    "triton": (Profile.INTERPRETER, Profile.GPU),
+    "flashinfer": (Profile.GPU,),
+    "sglang": (Profile.GPU,),
+}
+_MARKS = {Profile.CPU: (), Profile.INTERPRETER: (pytest.mark.interpreter,), Profile.GPU: (pytest.mark.gpu,)}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """An adapter in one place."""
+
+    port: str
+    name: str
+    profile: Profile
+
+    def __str__(self) -> str:
+        return f"{self.name}-{self.profile}"
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.profile is Profile.GPU else "cpu"
+
+    def make(self) -> Any:
+        """A new adapter; skips where it says that it cannot be used here."""
+        try:
+            return qwen35.adapter(self.port, self.name, device=self.device)
+        except UnavailableError as exc:
+            pytest.skip(str(exc))
+
+    def bench(self) -> Bench:
+        """A bench with limits by what the adapter can do."""
+        adapter = self.make()
+        return Bench(adapter, KITS[self.port], self.device, limits_for(adapter.capabilities, self.profile), self.make)
+
+
+def registered(port: str) -> tuple[str, ...]:
+    """Every adapter of ``port`` that an installed package declares."""
+    return tuple(sorted(name for of, name in installed_entries() if of == port))
+
+
+def subjects(port: str) -> list[Any]:
+    """One parameter an adapter and place, with the mark of the place."""
+    return [
+        pytest.param(Subject(port, name, profile), id=f"{name}-{profile}", marks=_MARKS[profile])
+        for name in registered(port)
+        for profile in PLACES.get(name, ())
+    ]
