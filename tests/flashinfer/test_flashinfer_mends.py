@@ -500,7 +500,6 @@ def law_bed(later: bool) -> FlashInferGatedDeltaRule:
     return adapter
 
 
-@pytest.mark.parametrize("later", [False, True], ids=["0.6.18", "0.7"])
 #: Size and capture need a GPU; of strides most small cases are refused for alignment; the order law compares the
 #: null slot too, which two rows without a write slot leave to chance. Strides and order have tests of their own.
 LEFT_OUT = frozenset({Clause.SIZE, Clause.CAPTURE, Clause.STRIDES, Clause.ORDER})
@@ -520,6 +519,7 @@ def test_rows_in_another_order_give_the_same_bits(state: torch.dtype) -> None:
     assert torch.equal(call.states[1:], turned.states[1:]), f"seed {bed.seed}"
 
 
+@pytest.mark.parametrize("later", [False, True], ids=["0.6.18", "0.7"])
 @pytest.mark.parametrize("clause", [c for c in Clause if c not in LEFT_OUT])
 def test_the_mended_kernels_keep_the_contract(clause: Clause, later: bool) -> None:
     limits = replace(
