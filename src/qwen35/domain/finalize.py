@@ -56,11 +56,19 @@ class FinalizeHandoff:
 
     def check(self, *, hidden: int, top_k: int, shared_expert: bool) -> None:
         """Raise ``ShapeError`` where a tensor does not fit the geometry; R is free."""
+        self.check_routed(hidden=hidden, top_k=top_k)
+        self.check_shared(hidden=hidden, shared_expert=shared_expert)
+
+    def check_routed(self, *, hidden: int, top_k: int) -> None:
+        """Routed output, weights and indices, in this order."""
         routed = tuple(self.routed_output.shape)
         if len(routed) != 2 or routed[1] != hidden:
             raise ShapeError(f"routed_output must be [R, D] with D = {hidden}, got {list(routed)}")
         _exactly("expert_weights", self.expert_weights, (self.m, top_k), "[m, top_k]")
         _exactly("permuted_indices", self.permuted_indices, (self.m, top_k), "[m, top_k]")
+
+    def check_shared(self, *, hidden: int, shared_expert: bool) -> None:
+        """The shared expert's output is there, with its shape, exactly where one is meant to be."""
         if shared_expert and self.gated_shared_output is None:
             raise ShapeError(f"gated_shared_output must be [m, D] = {[self.m, hidden]}, got None")
         if not shared_expert and self.gated_shared_output is not None:

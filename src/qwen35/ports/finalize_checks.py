@@ -64,12 +64,13 @@ def check_finalize(
     residual, gamma, ``out``; then contiguity and alignment. ``values`` reads the indices too.
     """
     _tokens(signature, handoff.m)
-    handoff.check(hidden=signature.hidden, top_k=signature.top_k, shared_expert=signature.shared_expert)
+    handoff.check_routed(hidden=signature.hidden, top_k=signature.top_k)
     routed, weights, indices, shared = handoff_tensors(handoff)
     own = torch_dtype(signature.dtype)
     check.dtype("routed_output", routed, (own,))
     check.dtype("expert_weights", weights, WEIGHT_DTYPES)
     check.dtype("permuted_indices", indices, (torch.int32,))
+    handoff.check_shared(hidden=signature.hidden, shared_expert=signature.shared_expert)
     matrices = [("routed_output", routed)]
     if shared is not None:
         check.dtype("gated_shared_output", shared, (own,))

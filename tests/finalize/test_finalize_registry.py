@@ -1,0 +1,169 @@
+"""The one live workspace: made once, published late, agreed on by all ranks, refused loudly otherwise."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from finalize_fakes import FakeWorkspace, Meeting, signature
+
+from qwen35.domain.errors import AgreementError, CaptureError, CreationError, SignatureError
+from qwen35.services.finalize_agreement import Alone
+from qwen35.services.finalize_registry import WorkspaceRegistry
+
+
+class Factory:
+    def __init__(self, fail: Exception | None = None) -> None:
+        self.fail, self.calls, self.made = fail, 0, []
+
+    def __call__(self, asked: Any) -> FakeWorkspace:
+        self.calls += 1
+        if self.fail is not None:
+            raise self.fail
+        self.made.append(FakeWorkspace(asked))
+        return self.made[-1]
+
+
+@pytest.mark.row("A21")
+@pytest.mark.row("B09")
+def test_sixty_four_threads_make_one_workspace() -> None:
+    registry, factory = WorkspaceRegistry(), Factory()
+    start, found = threading.Barrier(64), []
+
+    def ask() -> None:
+        start.wait()
+        found.append(registry.obtain(signature(), Alone(), factory))
+
+    threads = [threading.Thread(target=ask) for _ in range(64)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert factory.calls == 1
+    assert len(found) == 64
+    assert all(workspace is factory.made[0] for workspace in found)
+
+
+@pytest.mark.row("A18")
+@pytest.mark.row("A20")
+def test_a_covered_signature_finds_it_and_any_other_is_refused_by_name() -> None:
+    registry, factory = WorkspaceRegistry(), Factory()
+    made = registry.obtain(signature(max_m=64), Alone(), factory)
+    assert registry.obtain(signature(max_m=32), Alone(), factory) is made
+    assert made.signature.max_m == 64
+    others: dict[str, Any] = {"max_m": 65, "hidden": 32, "eps": 1e-5, "weight_bias": 1.0, "group": object()}
+    for name, value in others.items():
+        with pytest.raises(SignatureError, match=f"another fusion workspace is live: {name}: "):
+            registry.obtain(signature(**({"max_m": 64} | {name: value})), Alone(), factory)
+    with pytest.raises(SignatureError, match="adapter: has fake, asked triton"):
+        registry.obtain(signature(), Alone(), factory, "triton")
+    assert factory.calls == 1
+    assert registry.live is made
+
+
+@pytest.mark.row("A08")
+def test_it_is_published_after_synchronising_and_after_every_rank_has() -> None:
+    events: list[str] = []
+
+    def synchronise(device: str) -> None:
+        events.append(f"synchronised {device}, live {registry.live}")
+
+    registry = WorkspaceRegistry(synchronise=synchronise)
+
+    class Watched(Alone):
+        def exchange(self, value: Any) -> list[Any]:
+            events.append(f"exchanged, live {registry.live}")
+            return [value]
+
+    registry.obtain(signature(), Watched(), Factory())
+    assert events == ["exchanged, live None", "synchronised cpu, live None", "exchanged, live None"]
+    assert registry.live is not None
+
+
+@pytest.mark.row("A08")
+@pytest.mark.case("C41")
+def test_a_failure_leaves_nothing_and_the_factory_is_not_called_again() -> None:
+    registry, factory = WorkspaceRegistry(), Factory(RuntimeError("out of handles"))
+    for asked in (signature(), signature(), signature(max_m=1)):
+        with pytest.raises(CreationError, match="rank 0: RuntimeError: out of handles"):
+            registry.obtain(asked, Alone(), factory)
+        assert registry.live is None
+    assert factory.calls == 1
+
+
+@pytest.mark.row("A19")
+@pytest.mark.case("C41")
+def test_nothing_is_made_during_capture_but_what_is_there_is_found() -> None:
+    capturing = True
+    registry, factory = WorkspaceRegistry(is_capturing=lambda: capturing), Factory()
+    with pytest.raises(CaptureError, match="prepare before"):
+        registry.obtain(signature(), Alone(), factory)
+    assert factory.calls == 0
+    capturing = False
+    made = registry.obtain(signature(), Alone(), factory)
+    capturing = True
+    assert registry.obtain(signature(), Alone(), factory) is made
+    with pytest.raises(SignatureError):
+        registry.obtain(signature(max_m=33), Alone(), factory)
+
+
+@pytest.mark.row("A15")
+def test_after_release_another_may_be_made() -> None:
+    registry, factory = WorkspaceRegistry(), Factory()
+    first = registry.obtain(signature(), Alone(), factory)
+    registry.release()
+    registry.release()
+    assert registry.live is None
+    assert not first.supports(1)
+    second = registry.obtain(signature(hidden=32), Alone(), factory)
+    assert second is not first
+
+
+def on_ranks(
+    size: int, asked: list[Any], factories: list[Factory], registries: list[WorkspaceRegistry] | None = None
+) -> tuple[list[Any], list[WorkspaceRegistry]]:
+    meeting = Meeting(size)
+    registries = registries or [WorkspaceRegistry() for _ in range(size)]
+    out = meeting.run(lambda r: registries[r].obtain(asked[r], meeting.side(r), factories[r]))
+    return out, registries
+
+
+def test_a_rank_that_fails_fails_all_and_the_others_give_theirs_back() -> None:
+    factories = [Factory(), Factory(OSError("no peer access")), Factory()]
+    asked = [signature(tp_size=3, rank=r) for r in range(3)]
+    out, registries = on_ranks(3, asked, factories)
+    assert all(isinstance(e, CreationError) for e in out), out
+    assert {str(e) for e in out} == {"fusion workspace could not be created: rank 1: OSError: no peer access"}
+    assert [f.made[0].destroyed for f in factories if f.made] == [1, 1]
+    again, _ = on_ranks(3, asked, factories, registries)
+    assert all(isinstance(e, CreationError) for e in again), again
+    assert [f.calls for f in factories] == [1, 1, 1]
+
+
+def test_ranks_that_ask_for_different_workspaces_are_told_so_on_all_of_them() -> None:
+    factories = [Factory(), Factory()]
+    out, _ = on_ranks(2, [signature(tp_size=2), signature(tp_size=2, rank=1, hidden=32)], factories)
+    assert all(isinstance(e, AgreementError) for e in out), out
+    assert all("hidden: rank 0 asks 16, rank 1 asks 32" in str(e) for e in out)
+    assert [f.calls for f in factories] == [0, 0]
+
+
+def test_a_refusal_of_one_rank_reaches_the_others() -> None:
+    meeting, factory = Meeting(2), Factory()
+    registries = [WorkspaceRegistry(is_capturing=lambda r=r: r == 1) for r in range(2)]
+    out = meeting.run(lambda r: registries[r].obtain(signature(tp_size=2, rank=r), meeting.side(r), factory))
+    assert isinstance(out[0], AgreementError)
+    assert "rank 1: a fusion workspace cannot be created during CUDA graph capture" in str(out[0])
+    assert isinstance(out[1], CaptureError)
+    assert factory.calls == 0
+
+
+def test_a_workspace_that_is_live_on_some_ranks_only_is_an_error_on_all() -> None:
+    factories = [Factory(), Factory()]
+    asked = [signature(tp_size=2, rank=r) for r in range(2)]
+    _, registries = on_ranks(2, asked, factories)
+    registries[1].release()
+    out, _ = on_ranks(2, asked, factories, registries)
+    assert all(isinstance(e, AgreementError) and "rank 1 has none" in str(e) for e in out), out
+    assert [f.calls for f in factories] == [1, 1]
