@@ -352,6 +352,25 @@ def test_verify_matches_the_oracle_and_leaves_the_pool_alone(bench: Bench, state
     untouched(before, call.states, {0, 1, 2, 3, 4}, f"commit, seed {bench.seed}")
 
 
+def test_a_chain_of_one_token_is_a_decode(bench: Bench) -> None:
+    adapter = bench.adapter(F32)
+    chain = VerifyCall(
+        **bench.tokens(2, 1), states=bench.pool(F32), slots=bench.ints(4, -1),
+        intermediates=torch.full((2, 1, HV, W, W), float("nan"), device=bench.device),
+    )  # fmt: skip
+    out = adapter.verify(chain)
+    gates = chain.gates
+    step = DecodeCall(
+        q=chain.q[:, 0], k=chain.k[:, 0], v=chain.v[:, 0], gates=replace(gates, a=gates.a[:, 0], b=gates.b[:, 0]),
+        states=chain.states, slots=chain.slots,
+    )  # fmt: skip
+    want, states = bench.true_decode(step)
+    within(
+        bench, adapter, Phase.VERIFY, F32, ("out", out[0, 0], want[0]), ("node", chain.intermediates[0, 0], states[4])
+    )
+    assert bool(torch.isnan(chain.intermediates[1]).all()), "a padded row writes no node"
+
+
 def test_a_paged_float32_pool_of_another_size_is_verified_by_the_same_kernel(bench: Bench) -> None:
     adapter = bench.adapter(F32)
     for slots in (5, 9):

@@ -244,6 +244,19 @@ def test_misaligned_parameters_are_copied() -> None:
     assert bed.fake.latest("decode")["A_log"].data_ptr() % 32 == 0
 
 
+def test_parameters_that_want_gradients_reach_the_kernel_without() -> None:
+    bed = Bed(F32)
+    call = bed.decode([1])
+    learned = replace(
+        call.gates, A_log=torch.nn.Parameter(call.gates.A_log), dt_bias=torch.nn.Parameter(call.gates.dt_bias)
+    )
+    bed.adapter.decode(replace(call, gates=learned))
+    seen = bed.fake.latest("decode")
+    assert not seen["A_log"].requires_grad
+    assert not seen["dt_bias"].requires_grad
+    assert seen["A_log"].data_ptr() == learned.A_log.data_ptr(), "a float32 parameter is not copied"
+
+
 # Refusals
 
 

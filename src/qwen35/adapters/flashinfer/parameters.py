@@ -24,9 +24,10 @@ class ParameterCopies:
 
     def float32(self, name: str, source: Tensor) -> Tensor:
         """``source`` itself where it serves, or its copy. Raises ``CaptureError`` where a first copy would be made
-        inside capture: it would hold nothing until the graph runs."""
+        inside capture: it would hold nothing until the graph runs. What is returned needs no gradient: FlashInfer
+        takes tensors by DLPack, which hands over no others."""
         if source.dtype == torch.float32 and source.data_ptr() % ALIGNMENT == 0:
-            return source
+            return source.detach() if source.requires_grad else source
         held = self._copies.get(id(source))
         if held is not None and held[0]() is source:
             return held[1]
@@ -35,7 +36,7 @@ class ParameterCopies:
                 f"{name} needs a float32 copy, which is not made inside capture: make the call once outside capture"
             )
         copy = torch.empty(source.shape, dtype=torch.float32, device=source.device)
-        copy.copy_(source)
+        copy.copy_(source.detach())
         key, copies = id(source), self._copies
         copies[key] = (weakref.ref(source, lambda ref: _forget(copies, key, ref)), copy)
         return copy
@@ -46,7 +47,7 @@ class ParameterCopies:
         for ref, copy in list(self._copies.values()):
             source = ref()
             if source is not None:
-                copy.copy_(source)
+                copy.copy_(source.detach())
                 refreshed += 1
         return refreshed
 
