@@ -47,27 +47,70 @@ def load_gates(gate, beta, A_log, dt_bias, gate_at, beta_at, head, mask, RAW: tl
 
 
 @triton.jit
-def inner_products(q, k, scale, live, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """The factors that normalise q (times ``scale``) and k, eps 1e-6 in the root, and the normalised q.k.
-
-    q and k point at the head. Normalising sums rather than tokens lets products with the state start early.
-    """
-    at = tl.arange(0, BLOCK)
-    inside = (at < WIDTH) & live
-    q1 = tl.load(q + at, mask=inside, other=0.0).to(tl.float32)
-    k1 = tl.load(k + at, mask=inside, other=0.0).to(tl.float32)
-    q_factor = tl.rsqrt(tl.sum(q1 * q1, 0) + 1e-6) * scale
-    k_factor = tl.rsqrt(tl.sum(k1 * k1, 0) + 1e-6)
-    return q_factor, k_factor, tl.sum(q1 * k1, 0) * q_factor * k_factor
+def _with(pieces, piece):
+    return pieces + (piece,)  # noqa: RUF005
 
 
 @triton.jit
-def delta_step(state, q, k, v, q_factor, k_factor, qk, alpha, beta):
-    """One token: state [K/I, BV, I], raw q and k [K/I, 1, I], v [BV]; returns the new state and o [BV].
+def load_pieces(
+    at, columns, rows, WIDTH: tl.constexpr, INNER: tl.constexpr, PIECES: tl.constexpr, STREAM: tl.constexpr
+):
+    """Float32 pieces of INNER columns each: ``at`` points at the first; ``columns`` 0..INNER-1, ``rows`` the mask.
 
-    Both products are taken with the old state, since S'q = alpha S q + delta (k.q): neither waits for the update.
+    STREAM: evict-first, for what is read once.
     """
-    sk = tl.sum(tl.sum(state * k, 0), 1) * k_factor
-    sq = tl.sum(tl.sum(state * q, 0), 1) * q_factor
-    delta = beta * (v - alpha * sk)
-    return alpha * state + (delta * k_factor)[None, :, None] * k, alpha * sq + delta * qk
+    EVICT: tl.constexpr = "evict_first" if STREAM else ""
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        mask = (columns + i * INNER < WIDTH) & rows
+        piece = tl.load(at + i * INNER, mask=mask, other=0.0, eviction_policy=EVICT)
+        pieces = _with(pieces, piece.to(tl.float32))
+    return pieces
+
+
+@triton.jit
+def store_pieces(
+    at, pieces, columns, rows, WIDTH: tl.constexpr, INNER: tl.constexpr, PIECES: tl.constexpr,
+    STREAM: tl.constexpr,
+):  # fmt: skip
+    """The reverse of ``load_pieces``, rounded to the dtype that ``at`` points at."""
+    EVICT: tl.constexpr = "evict_first" if STREAM else ""
+    for i in tl.static_range(PIECES):
+        mask = (columns + i * INNER < WIDTH) & rows
+        tl.store(at + i * INNER, rounded(pieces[i], at.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+
+
+@triton.jit
+def select_pieces(condition, yes, no, PIECES: tl.constexpr):
+    pieces = ()
+    for i in tl.static_range(PIECES):
+        pieces = _with(pieces, tl.where(condition, yes[i], no[i]))
+    return pieces
+
+
+@triton.jit
+def delta_step(state, q, k, v, scale, alpha, beta, PIECES: tl.constexpr):
+    """One token: pieces of the state [BV, I], of q and k [I], v [BV]; returns the new state and o [BV].
+
+    Sums over K are made across pieces first, inside a thread. Both products with the state take the old one, since
+    S'q = alpha S q + delta (k.q), and what normalises q and k (eps 1e-6 in the root) is applied to sums: nothing
+    waits for the update or for the norms.
+    """
+    sk = state[0] * k[0][None, :]
+    sq = state[0] * q[0][None, :]
+    kk, qq, kq = k[0] * k[0], q[0] * q[0], k[0] * q[0]
+    for i in tl.static_range(1, PIECES):
+        sk += state[i] * k[i][None, :]
+        sq += state[i] * q[i][None, :]
+        kk += k[i] * k[i]
+        qq += q[i] * q[i]
+        kq += k[i] * q[i]
+    k_factor = tl.rsqrt(tl.sum(kk, 0) + 1e-6)
+    q_factor = tl.rsqrt(tl.sum(qq, 0) + 1e-6) * scale
+    delta = beta * (v - alpha * (tl.sum(sk, 1) * k_factor))
+    o = alpha * (tl.sum(sq, 1) * q_factor) + delta * (tl.sum(kq, 0) * q_factor * k_factor)
+    update = (delta * k_factor)[:, None]
+    new = ()
+    for i in tl.static_range(PIECES):
+        new = _with(new, alpha * state[i] + update * k[i][None, :])
+    return new, o

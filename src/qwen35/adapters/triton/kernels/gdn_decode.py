@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwen35.adapters.triton.kernels.gdn_common import delta_step, inner_products, load_gates, rounded
+from qwen35.adapters.triton.kernels.gdn_common import delta_step, load_gates, load_pieces, rounded, store_pieces
 from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig, power_of_two
 from qwen35.adapters.triton.kernels.gdn_launch import gate_arguments, scale_of
 from qwen35.ports.gated_delta_rule import DecodeCall
@@ -18,16 +18,15 @@ _SCALARS = ["gate", "beta", "A_log", "dt_bias", "slots", "write_slots"]
 def decode_kernel(
     q, k, v, gate, beta, A_log, dt_bias, states, slots, write_slots, out, scale,
     q_row, q_head, k_row, k_head, v_row, v_head, gate_row, beta_row, out_row, out_head, slot_stride,
-    HV: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    HV: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr,
     INNER: tl.constexpr, BLOCK_V: tl.constexpr, RAW: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_V rows of the state of one value head of one batch row.
 
-    The tile is [K/INNER, BLOCK_V, INNER], so that lanes share a row in groups of eight and most of the sum
-    over K stays inside a thread.
+    The rows are read in PIECES of INNER columns, so that lanes share a row in groups of eight and most of the
+    sum over K stays inside a thread.
     """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
-    EVICT: tl.constexpr = "evict_first" if STREAM else ""
     pid = tl.program_id(0)
     head = pid // BLOCKS % HV
     row = (pid // (BLOCKS * HV)).to(tl.int64)
@@ -37,29 +36,22 @@ def decode_kernel(
         target = tl.load(write_slots + row).to(tl.int64)
     live = slot >= 0
 
-    outer = tl.arange(0, BLOCK_K // INNER)[:, None, None]
-    inner = tl.arange(0, INNER)[None, None, :]
-    width = outer * INNER + inner
+    columns = tl.arange(0, INNER)
     rows = pid % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_k = (width < K) & live
     in_v = (rows < V) & live
-    q += row * q_row + head // RATIO * q_head
-    k += row * k_row + head // RATIO * k_head
-    q_raw = tl.load(q + width, mask=in_k, other=0.0).to(tl.float32)
-    k_raw = tl.load(k + width, mask=in_k, other=0.0).to(tl.float32)
+    q_raw = load_pieces(q + row * q_row + head // RATIO * q_head + columns, columns, live, K, INNER, PIECES, False)
+    k_raw = load_pieces(k + row * k_row + head // RATIO * k_head + columns, columns, live, K, INNER, PIECES, False)
     v_raw = tl.load(v + row * v_row + head * v_head + rows, mask=in_v, other=0.0).to(tl.float32)
     g, b = load_gates(gate, beta, A_log, dt_bias, row * gate_row + head, row * beta_row + head, head, live, RAW)
 
-    tile = head * (V * K) + rows[None, :, None] * K + width
-    inside = in_k & in_v[None, :, None]
-    state = tl.load(states + slot * slot_stride + tile, mask=inside, other=0.0, eviction_policy=EVICT)
-    q_factor, k_factor, qk = inner_products(q, k, scale, live, K, BLOCK_K)
-    state, o = delta_step(state.to(tl.float32), q_raw, k_raw, v_raw, q_factor, k_factor, qk, tl.exp(g), b)
+    tile = head * (V * K) + rows[:, None] * K + columns[None, :]
+    state = load_pieces(states + slot * slot_stride + tile, columns[None, :], in_v[:, None], K, INNER, PIECES, STREAM)
+    state, o = delta_step(state, q_raw, k_raw, v_raw, scale, tl.exp(g), b, PIECES)
     o = tl.where(live, o, 0.0)
     tl.store(out + row * out_row + head * out_head + rows, rounded(o, out.dtype.element_ty), mask=rows < V)
-    tl.store(
-        states + target * slot_stride + tile, rounded(state, states.dtype.element_ty), mask=inside & (target >= 0),
-        eviction_policy=EVICT,
+    store_pieces(
+        states + target * slot_stride + tile, state, columns[None, :], in_v[:, None] & (target >= 0),
+        K, INNER, PIECES, STREAM,
     )  # fmt: skip
 
 
@@ -74,7 +66,7 @@ def launch_decode(call: DecodeCall, out: Tensor, config: DecodeConfig) -> None:
         scale_of(call.scale, key_width),
         call.q.stride(0), call.q.stride(1), call.k.stride(0), call.k.stride(1), call.v.stride(0), call.v.stride(1),
         gate.stride(0), beta.stride(0), out.stride(0), out.stride(1), call.states.stride(0),
-        HV=heads, RATIO=heads // key_heads, K=key_width, V=value_width, BLOCK_K=power_of_two(key_width),
+        HV=heads, RATIO=heads // key_heads, K=key_width, V=value_width, PIECES=power_of_two(key_width) // config.inner,
         INNER=config.inner, BLOCK_V=config.block_v, RAW=raw, STREAM=config.stream, num_warps=config.num_warps,
         num_stages=1,
     )  # fmt: skip

@@ -6,7 +6,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwen35.adapters.triton.kernels.gdn_common import delta_step, inner_products, load_gates, rounded
+from qwen35.adapters.triton.kernels.gdn_common import (
+    delta_step,
+    load_gates,
+    load_pieces,
+    rounded,
+    select_pieces,
+    store_pieces,
+)
 from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig, power_of_two
 from qwen35.adapters.triton.kernels.gdn_launch import gate_arguments, scale_of
 from qwen35.ports.gated_delta_rule import CommitCall, VerifyCall
@@ -23,7 +30,7 @@ def verify_kernel(
     q, k, v, gate, beta, A_log, dt_bias, states, slots, intermediates, rows, parents, out, scale, T,
     q_row, q_step, q_head, k_row, k_step, k_head, v_row, v_step, v_head, gate_row, gate_step, beta_row, beta_step,
     out_row, out_step, out_head, slot_stride, kept_row, kept_step, parent_row,
-    HV: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BLOCK_K: tl.constexpr,
+    HV: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr,
     INNER: tl.constexpr, BLOCK_V: tl.constexpr, RAW: tl.constexpr,
 ):  # fmt: skip
     """One program: all T nodes for BLOCK_V rows of the state of one value head of one batch row.
@@ -41,17 +48,14 @@ def verify_kernel(
     if rows is not None:
         kept = tl.load(rows + row).to(tl.int64)
 
-    outer = tl.arange(0, BLOCK_K // INNER)[:, None, None]
-    inner = tl.arange(0, INNER)[None, None, :]
-    width = outer * INNER + inner
+    columns = tl.arange(0, INNER)
     at = pid % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
-    in_k = (width < K) & live
     in_v = (at < V) & live
-    tile = head * (V * K) + at[None, :, None] * K + width
-    inside = in_k & in_v[None, :, None]
+    across, down = columns[None, :], in_v[:, None]
+    tile = head * (V * K) + at[:, None] * K + across
     pool = states + slot * slot_stride + tile
     nodes = intermediates + kept * kept_row + tile
-    state = tl.load(pool, mask=inside, other=0.0).to(tl.float32)
+    state = load_pieces(pool, across, down, K, INNER, PIECES, False)
 
     q += row * q_row + head // RATIO * q_head
     k += row * k_row + head // RATIO * k_head
@@ -64,21 +68,20 @@ def verify_kernel(
             if live & (parent != step - 1):
                 # The parent's node was written by other threads of this program.
                 tl.debug_barrier()
-                root = tl.load(pool, mask=inside & (parent < 0), other=0.0).to(tl.float32)
-                node = tl.load(nodes + parent * kept_step, mask=inside & (parent >= 0), other=0.0)
-                state = tl.where(parent < 0, root, node.to(tl.float32))
-        q_raw = tl.load(q + step * q_step + width, mask=in_k, other=0.0).to(tl.float32)
-        k_raw = tl.load(k + step * k_step + width, mask=in_k, other=0.0).to(tl.float32)
+                root = load_pieces(pool, across, down & (parent < 0), K, INNER, PIECES, False)
+                node = load_pieces(nodes + parent * kept_step, across, down & (parent >= 0), K, INNER, PIECES, False)
+                state = select_pieces(parent < 0, root, node, PIECES)
+        q_raw = load_pieces(q + step * q_step + columns, columns, live, K, INNER, PIECES, False)
+        k_raw = load_pieces(k + step * k_step + columns, columns, live, K, INNER, PIECES, False)
         v_raw = tl.load(v + step * v_step + at, mask=in_v, other=0.0).to(tl.float32)
         g, b = load_gates(
             gate, beta, A_log, dt_bias, row * gate_row + step * gate_step + head,
             row * beta_row + step * beta_step + head, head, live, RAW,
         )  # fmt: skip
-        q_factor, k_factor, qk = inner_products(q + step * q_step, k + step * k_step, scale, live, K, BLOCK_K)
-        state, o = delta_step(state, q_raw, k_raw, v_raw, q_factor, k_factor, qk, tl.exp(g), b)
+        state, o = delta_step(state, q_raw, k_raw, v_raw, scale, tl.exp(g), b, PIECES)
         o = tl.where(live, o, 0.0)
         tl.store(out + step * out_step + at, rounded(o, out.dtype.element_ty), mask=at < V)
-        tl.store(nodes + step * kept_step, rounded(state, intermediates.dtype.element_ty), mask=inside)
+        store_pieces(nodes + step * kept_step, state, across, down, K, INNER, PIECES, False)
 
 
 def launch_verify(call: VerifyCall, out: Tensor, config: DecodeConfig) -> None:
@@ -93,7 +96,7 @@ def launch_verify(call: VerifyCall, out: Tensor, config: DecodeConfig) -> None:
         *call.q.stride()[:3], *call.k.stride()[:3], *call.v.stride()[:3], *gate.stride()[:2], *beta.stride()[:2],
         *out.stride()[:3], call.states.stride(0), *call.intermediates.stride()[:2],
         0 if call.parents is None else call.parents.stride(0),
-        HV=heads, RATIO=heads // key_heads, K=key_width, V=value_width, BLOCK_K=power_of_two(key_width),
+        HV=heads, RATIO=heads // key_heads, K=key_width, V=value_width, PIECES=power_of_two(key_width) // config.inner,
         INNER=config.inner, BLOCK_V=config.block_v, RAW=raw, num_warps=config.num_warps, num_stages=1,
     )  # fmt: skip
 
