@@ -1,0 +1,353 @@
+"""A real SGLang engine with the plugin on or off: what it generates, how fast, by which kernels, and how that compares.
+
+    python benchmarks/sglang_engine.py make-model DIR [--geometry 35B-A3B --layers 8 --config-only]
+    python benchmarks/sglang_engine.py truth DIR --out truth.json [--dtype float32]
+    python benchmarks/sglang_engine.py run DIR --out off.json --plugin off
+    python benchmarks/sglang_engine.py run DIR --out triton.json --set gdn_decode=triton gdn_extend=triton [--profile]
+    python benchmarks/sglang_engine.py compare truth.json off.json triton.json
+
+``run`` makes one engine (one process a run): ``--set`` are our settings, ``--engine`` SGLang's arguments as key=value
+(JSON values). The plugin is found by its entry point: installed, or as tools/make_dist_info.py says.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gzip
+import json
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+PROMPT_LENGTHS = (5, 17, 64, 200, 3, 130, 700)
+#: Ids below are special tokens of the tiny models that ``make-model`` writes.
+FIRST_ID = 3
+SMALL = {
+    "vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "max_position_embeddings": 16384,
+}  # fmt: skip
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def prompts(vocabulary: int, lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:
+    """The same random token ids in every run."""
+    source = random.Random(seed)
+    return [[source.randrange(FIRST_ID, vocabulary) for _ in range(n)] for n in lengths]
+
+
+def vocabulary_of(directory: str) -> int:
+    return int(json.loads((Path(directory) / "config.json").read_text())["vocab_size"])
+
+
+def make_model(args: argparse.Namespace) -> None:
+    """A Qwen3.5 mixture-of-experts text model as transformers writes it, GDN widths 128, weights from a seed."""
+    import torch
+    from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+
+    sizes: dict[str, Any] = dict(SMALL)
+    if args.geometry:
+        from qwen35.domain.geometry import public_geometry
+
+        g = public_geometry(args.geometry)
+        sizes = {
+            "vocab_size": g.vocabulary, "hidden_size": g.hidden, "num_hidden_layers": args.layers or g.layers,
+            "num_attention_heads": g.attention_heads, "num_key_value_heads": g.attention_kv_heads,
+            "head_dim": g.attention_head_width, "linear_num_key_heads": g.gdn.key_heads,
+            "linear_num_value_heads": g.gdn.value_heads, "num_experts": g.experts, "num_experts_per_tok": g.top_k,
+            "moe_intermediate_size": g.expert_width, "shared_expert_intermediate_size": g.shared_expert_width,
+            "max_position_embeddings": 32768,
+        }  # fmt: skip
+    if args.layers:
+        sizes["num_hidden_layers"] = args.layers
+    if args.top_k:
+        sizes["num_experts_per_tok"] = args.top_k
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    config = Qwen3_5MoeTextConfig(
+        **sizes, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, rms_norm_eps=1e-6,
+        initializer_range=args.scale, rope_parameters=rope, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0, dtype="bfloat16",
+    )  # fmt: skip
+    config.architectures = ["Qwen3_5MoeForCausalLM"]
+    directory = Path(args.model)
+    directory.mkdir(parents=True, exist_ok=True)
+    if args.config_only:
+        config.save_pretrained(directory)
+        return
+    torch.manual_seed(args.seed)
+    model = Qwen3_5MoeForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.normal_()
+            elif "conv1d" in name:
+                parameter.normal_(std=0.5)
+    model.save_pretrained(directory)
+
+
+def truth(args: argparse.Namespace) -> None:
+    """transformers' own prompt log-probabilities of the same tokens."""
+    import torch
+    from transformers import Qwen3_5MoeForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Qwen3_5MoeForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(device).eval()
+    found = []
+    with torch.no_grad():
+        for ids in prompts(vocabulary_of(args.model)):
+            tokens = torch.tensor([ids], device=device)
+            logits = model(tokens).logits[0, :-1].double().log_softmax(-1)
+            found.append(logits.gather(1, tokens[0, 1:, None])[:, 0].tolist())
+    Path(args.out).write_text(json.dumps({"tag": f"transformers {args.dtype}", "prompt_logprobs": found}))
+
+
+def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments that every compared engine shares, then those of the command line."""
+    arguments: dict[str, Any] = {
+        "model_path": args.model, "skip_tokenizer_init": True, "dtype": "bfloat16", "attention_backend": "triton",
+        "sampling_backend": "pytorch", "grammar_backend": "none", "linear_attn_backend": "triton",
+        "linear_attn_prefill_backend": "triton", "linear_attn_decode_backend": "triton", "mamba_ssm_dtype": "float32",
+        "disable_radix_cache": True, "disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": args.batch,
+        "max_running_requests": args.batch, "context_length": args.context, "chunked_prefill_size": args.context,
+        "mem_fraction_static": 0.3, "disable_custom_all_reduce": True, "skip_server_warmup": True, "random_seed": 0,
+        "enable_metrics": True, "log_level": "warning",
+        "load_format": "auto" if list(Path(args.model).glob("*.safetensors")) else "dummy",
+    }  # fmt: skip
+    for pair in args.engine:
+        key, _, value = pair.partition("=")
+        try:
+            arguments[key] = json.loads(value)
+        except ValueError:
+            arguments[key] = value
+    return arguments
+
+
+def run(args: argparse.Namespace) -> None:
+    """One engine, everything that was asked of it, one JSON file."""
+    os.environ["QWEN35_SGLANG_PLUGIN"] = args.plugin
+    for pair in args.set:
+        name, _, value = pair.partition("=")
+        os.environ[f"QWEN35_{name.upper()}"] = value
+    import sglang
+
+    arguments = engine_arguments(args)
+    began = time.perf_counter()
+    engine = sglang.Engine(**arguments)
+    result: dict[str, Any] = {
+        "tag": args.tag or Path(args.out).stem, "plugin": args.plugin, "settings": args.set, "engine": arguments,
+        "start_s": time.perf_counter() - began,
+    }  # fmt: skip
+    try:
+        result |= generated(engine, args)
+        if args.then_load:
+            engine.update_weights_from_disk(args.then_load)
+            result["after_update"] = generated(engine, args)
+        if args.stress:
+            result["stress"] = engine.loop.run_until_complete(stress(engine, args))
+        if args.bench:
+            result["bench"] = bench(engine, args)
+        if args.profile:
+            result["kernels"] = profile(engine, args)
+        time.sleep(2)  # a period of the metrics thread
+        result["counters"] = counters()
+    finally:
+        engine.shutdown()
+    Path(args.out).write_text(json.dumps(result, indent=1))
+    say(json.dumps({name: result[name] for name in ("tag", "start_s", "counters")}, indent=1))
+
+
+def generated(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Greedy ids and the log-probabilities of prompts and outputs, one by one and in one batch."""
+    greedy = {"temperature": 0.0, "max_new_tokens": args.new, "ignore_eos": True}
+    asked = {"sampling_params": greedy, "return_logprob": True, "logprob_start_len": 0}
+    ids = prompts(vocabulary_of(args.model))
+    single = [engine.generate(input_ids=one, **asked) for one in ids]
+    batch = engine.generate(input_ids=ids, **asked)
+
+    def logprobs(outputs: list[Any], which: str) -> list[list[float]]:
+        return [[entry[0] for entry in one["meta_info"][which] if entry[0] is not None] for one in outputs]
+
+    return {
+        "prompt_logprobs": logprobs(single, "input_token_logprobs"),
+        "prompt_logprobs_batch": logprobs(batch, "input_token_logprobs"),
+        "output_logprobs": logprobs(single, "output_token_logprobs"),
+        "output_ids": [one["output_ids"] for one in single], "output_ids_batch": [one["output_ids"] for one in batch],
+    }  # fmt: skip
+
+
+async def stress(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
+    """Requests of mixed lengths at random times, a fifth of them cancelled; the others must equal a quiet run's ids."""
+    source = random.Random(1)
+    ids = prompts(vocabulary_of(args.model), tuple(source.choice((3, 17, 64, 130, 400)) for _ in range(args.stress)), 2)
+    new = [source.randrange(1, 40) for _ in ids]
+    cancelled = {i for i in range(len(ids)) if source.random() < 0.2}
+
+    async def one(index: int, name: str, delay: float) -> list[int] | None:
+        await asyncio.sleep(delay)
+        params = {"temperature": 0.0, "max_new_tokens": new[index], "ignore_eos": True}
+        wanted = asyncio.ensure_future(engine.async_generate(input_ids=ids[index], sampling_params=params, rid=name))
+        if index in cancelled and name.startswith("busy"):
+            await asyncio.sleep(source.random() * 0.2)
+            engine.tokenizer_manager.abort_request(rid=name)
+        try:
+            return list((await wanted)["output_ids"])
+        except (ValueError, asyncio.CancelledError):
+            return None
+
+    busy = await asyncio.gather(*(one(i, f"busy-{i}", source.random() * args.stress / 50) for i in range(len(ids))))
+    served = [i for i in range(len(ids)) if i not in cancelled]
+    quiet = {i: await one(i, f"quiet-{i}", 0.0) for i in served[:20]}
+    return {
+        "requests": len(ids), "cancelled": len(cancelled), "of": len(served),
+        "complete": sum(len(busy[i] or ()) == new[i] for i in served),
+        "same_ids_as_alone": sum(busy[i] == quiet[i] for i in quiet), "compared_alone": len(quiet),
+    }  # fmt: skip
+
+
+def bench(engine: Any, args: argparse.Namespace) -> dict[str, float]:
+    """Tokens a second: decode by the difference of two lengths, prefill by prompts of one new token; medians."""
+    vocabulary, found = vocabulary_of(args.model), {}
+
+    def seconds(batch: int, length: int, new: int, seed: int) -> float:
+        ids = prompts(vocabulary, (length,) * batch, seed)
+        began = time.perf_counter()
+        engine.generate(input_ids=ids, sampling_params={"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True})
+        return time.perf_counter() - began
+
+    def median(of: Callable[[int], float], rounds: int = 5) -> float:
+        of(0)
+        return statistics.median(of(1 + i) for i in range(rounds))
+
+    for batch in (b for b in (1, 8, 64) if b <= args.batch):
+        step = median(lambda seed, b=batch: (seconds(b, 128, 136, seed) - seconds(b, 128, 8, seed)) / 128)  # type: ignore[misc]
+        found[f"decode tokens/s, batch {batch}"] = batch / step
+    for length in (n for n in (128, 8192) if n < args.context):
+        found[f"prefill tokens/s, {length} tokens"] = length / median(lambda seed, n=length: seconds(1, n, 1, seed))  # type: ignore[misc]
+    return found
+
+
+def profile(engine: Any, args: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """Names and launches of the kernels of a batch, those inside replayed CUDA graphs apart from the others."""
+    with tempfile.TemporaryDirectory() as folder:
+        engine.start_profile(output_dir=folder, activities=["GPU"])
+        params = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
+        engine.generate(input_ids=prompts(vocabulary_of(args.model)), sampling_params=params)
+        engine.stop_profile()
+        deadline = time.monotonic() + 60
+        while not (traces := list(Path(folder).rglob("*.trace.json.gz"))) and time.monotonic() < deadline:
+            time.sleep(0.5)
+        time.sleep(2)  # until the writer is done
+        names: dict[str, Counter[str]] = {"graph": Counter(), "eager": Counter()}
+        for trace in traces:
+            for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
+                if event.get("cat") == "kernel":
+                    where = "graph" if event.get("args", {}).get("graph node id") else "eager"
+                    names[where][event["name"]] += 1
+    return {where: dict(found.most_common()) for where, found in names.items()}
+
+
+def counters() -> dict[str, float]:
+    """Our counters, as SGLang's metrics endpoint would show them."""
+    from prometheus_client import CollectorRegistry
+    from prometheus_client.multiprocess import MultiProcessCollector
+
+    registry = CollectorRegistry()
+    MultiProcessCollector(registry, path=os.environ["PROMETHEUS_MULTIPROC_DIR"])
+    return {
+        f"{sample.name} " + " ".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if v): sample.value
+        for metric in registry.collect() for sample in metric.samples
+        if sample.name.startswith("qwen35_") and sample.name.endswith("_total")
+    }  # fmt: skip
+
+
+def difference(first: list[list[float]], second: list[list[float]]) -> str:
+    """Mean and largest difference of log-probabilities."""
+    found = [abs(a - b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)]
+    return f"mean {statistics.mean(found):.5f} max {max(found):.5f}"
+
+
+def leading(first: list[list[int]], second: list[list[int]]) -> list[int]:
+    """How many leading ids are equal."""
+    same = []
+    for one, other in zip(first, second, strict=True):
+        equal = [a == b for a, b in zip_longest(one, other)]
+        same.append(equal.index(False) if False in equal else len(equal))
+    return same
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Every run against the first."""
+    runs = [json.loads(Path(path).read_text()) for path in args.results]
+    first = runs[0]
+    for other in runs[1:]:
+        line = f"{other['tag']} against {first['tag']}: prompt logprobs " + difference(
+            first["prompt_logprobs"], other["prompt_logprobs"]
+        )
+        if "output_ids" in first and "output_ids" in other:
+            line += f"; equal leading ids {leading(first['output_ids'], other['output_ids'])}"
+        say(line)
+        for name, value in other.get("bench", {}).items():
+            if name in first.get("bench", {}):
+                say(f"  {name}: {value:.1f}, ratio {value / first['bench'][name]:.3f}")
+    for one in runs:
+        if "prompt_logprobs_batch" in one:
+            noise = difference(one["prompt_logprobs"], one["prompt_logprobs_batch"])
+            say(f"{one['tag']} one by one against in a batch: {noise}")
+
+
+def parser() -> argparse.ArgumentParser:
+    whole = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = whole.add_subparsers(required=True)
+
+    def command(name: str, function: Callable[[argparse.Namespace], None]) -> argparse.ArgumentParser:
+        one = commands.add_parser(name, help=function.__doc__)
+        one.set_defaults(function=function)
+        return one
+
+    one = command("make-model", make_model)
+    one.add_argument("model")
+    one.add_argument("--geometry", default="")
+    one.add_argument("--layers", type=int, default=0)
+    one.add_argument("--config-only", action="store_true")
+    one.add_argument("--top-k", type=int, default=0, help="all experts: no token is near a choice of experts")
+    one.add_argument("--scale", type=float, default=0.06, help="standard deviation of the weights")
+    one.add_argument("--seed", type=int, default=0)
+    one = command("truth", truth)
+    one.add_argument("model")
+    one.add_argument("--out", required=True)
+    one.add_argument("--dtype", default="float32")
+    one = command("run", run)
+    one.add_argument("model")
+    one.add_argument("--out", required=True)
+    one.add_argument("--tag", default="")
+    one.add_argument("--plugin", choices=("on", "off"), default="on")
+    one.add_argument("--set", nargs="*", default=[], metavar="SETTING=VALUE")
+    one.add_argument("--engine", nargs="*", default=[], metavar="ARGUMENT=VALUE")
+    one.add_argument("--new", type=int, default=16)
+    one.add_argument("--batch", type=int, default=8, help="largest batch, and largest captured graph")
+    one.add_argument("--context", type=int, default=2048)
+    one.add_argument("--then-load", default="", metavar="DIR", help="update the weights from DIR and generate again")
+    one.add_argument("--stress", type=int, default=0, metavar="REQUESTS")
+    one.add_argument("--bench", action="store_true")
+    one.add_argument("--profile", action="store_true")
+    one = command("compare", compare)
+    one.add_argument("results", nargs="+")
+    return whole
+
+
+if __name__ == "__main__":
+    chosen = parser().parse_args()
+    chosen.function(chosen)
