@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 _COMMON = {"deadline": None, "print_blob": True, "derandomize": False, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("ci", max_examples=25, **_COMMON)
 settings.register_profile("interpreter", max_examples=5, **_COMMON)
-settings.register_profile("gpu", max_examples=15, **_COMMON)
+settings.register_profile("gpu", max_examples=10, **_COMMON)
 
 
 def interpreting() -> bool:

@@ -26,7 +26,6 @@ def _pairs() -> list[Any]:
 
 
 @pytest.mark.parametrize(("subject", "law"), _pairs())
-@pytest.mark.row("I05")
 def test_law(subject: Subject, law: Law) -> None:
     bench = subject.bench()
     try:

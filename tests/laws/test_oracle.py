@@ -25,7 +25,7 @@ def gdn_case(tokens: int, seed: int, gates: GateKind) -> Case[GdnSizes]:
     return Case(phase=Phase.EXTEND, sizes=sizes, seed=seed, pool=2, slots=(1,), lengths=(tokens,))
 
 
-def theirs(call, function) -> tuple[Tensor, Tensor]:
+def theirs(call: ExtendCall, function: Callable[..., tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Outputs [T, HV, V] and final state [HV, V, K] by one of transformers' functions: there q and k come with
     HV heads, tensors as [B, T, H, K] and states as [B, H, K, V]."""
     ratio = call.v.shape[1] // call.q.shape[1]

@@ -28,7 +28,8 @@ class Limits:
     """What strategies may draw. The first entry of each tuple is the simplest: shrinking ends there.
 
     ``heads`` pairs (H, HV), ``widths`` pairs (K, V); ``long_lengths`` are sequence lengths around the chunk
-    sizes of kernels; ``null_slot`` is a slot that is nobody's, for kernels that need one where rows may pad.
+    sizes of kernels; at most ``max_steps`` decodes follow one another; ``null_slot`` is a slot that is nobody's, for
+    kernels that need one where rows may pad.
     """
 
     profile: Profile
@@ -44,6 +45,7 @@ class Limits:
     max_sequences: int
     max_tokens: int
     max_draft: int
+    max_steps: int
     trees: bool
     checkpoints: bool
     checkpoint_multiple: int
@@ -64,7 +66,7 @@ _HEADS = {
 _WIDTHS = {
     Profile.CPU: ((8, 16), (16, 8), (12, 20), (32, 16)),
     Profile.INTERPRETER: ((16, 32), (32, 16), (16, 16), (32, 32)),
-    Profile.GPU: ((128, 128), (64, 128), (128, 64)),
+    Profile.GPU: ((128, 128), (64, 128)),
 }
 _CHANNELS = {
     Profile.CPU: (8, 24, 40), Profile.INTERPRETER: (8, 24, 40), Profile.GPU: (1536, 8192, 6144),
@@ -72,7 +74,7 @@ _CHANNELS = {
 _LONG = {
     Profile.CPU: (63, 64, 65, 31, 33, 100), Profile.INTERPRETER: (17, 65, 64), Profile.GPU: (63, 64, 65, 129, 31, 200),
 }  # fmt: skip
-_EXAMPLES = {Profile.CPU: 25, Profile.INTERPRETER: 4, Profile.GPU: 12}
+_EXAMPLES = {Profile.CPU: 25, Profile.INTERPRETER: 5, Profile.GPU: 10}
 
 
 def limits_for(can: Capabilities, profile: Profile, *, null_slot: int | None = None) -> Limits:
@@ -89,7 +91,7 @@ def limits_for(can: Capabilities, profile: Profile, *, null_slot: int | None = N
         conv_widths=_within((4, 2, 3, 5), can.conv_widths),
         long_lengths=_LONG[profile],
         max_rows=3 if small else 5, max_sequences=2 if small else 3,
-        max_tokens=80 if small else 260, max_draft=3 if small else 4,
+        max_tokens=80 if small else 260, max_draft=3 if small else 4, max_steps=6 if small else 100,
         trees=can.trees, checkpoints=can.checkpoints, checkpoint_multiple=can.checkpoint_multiple,
         examples=_EXAMPLES[profile], null_slot=null_slot,
     )  # fmt: skip

@@ -89,7 +89,8 @@ def steps(bench: Bench, case: Case[Any]) -> None:
     out = whole.run().out
     assert out is not None
     choice, offsets = case.choices(), case.offsets
-    cuts = [choice.choice((a, choice.randint(a, b), max(a, b - 1))) for a, b in pairwise(offsets)]
+    least = [max(a, b - bench.limits.max_steps) for a, b in pairwise(offsets)]
+    cuts = [choice.choice((a, choice.randint(a, b), max(a, b - 1))) for a, b in zip(least, offsets[1:], strict=True)]
     first = [(offsets[s], cut) for s, cut in enumerate(cuts)]
     head = extend_spans(bench, stepped.parts, first, None)
     second = [(cut, offsets[s + 1]) for s, cut in enumerate(cuts)]

@@ -1,0 +1,155 @@
+"""What a run of the laws reports: deviations, refusals, fallbacks, seeds and errors of any kind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import qwen35
+from qwen35.adapters.reference.gated_delta_rule import ReferenceGatedDeltaRule
+from qwen35.domain.capabilities import Clause, Phase, Support
+from qwen35.domain.errors import UnknownNameError, UnsupportedError
+from qwen35.ports.adapter import AdapterEntry
+from qwen35.ports.gated_delta_rule import DecodeCall
+from qwen35.testing import LawStatus, iter_laws, laws_of, run_laws
+
+PORT = "gated_delta_rule"
+
+
+class KernelError(Exception):
+    """Of a kernel package's own tree."""
+
+
+class Plain(ReferenceGatedDeltaRule):
+    def __init__(self, **changes: Any) -> None:
+        super().__init__(torch.float32, "cpu")
+        self.capabilities = replace(self.capabilities, **changes)
+
+
+class Doubled(Plain):
+    """Outputs twice what they should be."""
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        out = super().decode(call)
+        return out.mul_(2)
+
+
+class Crashing(Plain):
+    def decode(self, call: DecodeCall) -> Tensor:
+        if len(call.slots) > 1:
+            raise KernelError("too many rows")
+        return super().decode(call)
+
+
+class Refusing(Plain):
+    """Says beforehand that it declines batches."""
+
+    def supports(self, call: Any) -> Support:
+        if isinstance(call, DecodeCall) and len(call.slots) > 1:
+            return Support.of("decode requires one row")
+        return super().supports(call)
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        if len(call.slots) > 1:
+            raise UnsupportedError("decode", ["decode requires one row"])
+        return super().decode(call)
+
+
+def deviation(reason: str) -> dict[str, Any]:
+    return {"deviations": MappingProxyType({Clause.PRECISION: reason})}
+
+
+def by_law(subject: Any, clause: Clause = Clause.PRECISION, **options: Any) -> dict[str, Any]:
+    return {r.law: r for r in run_laws(PORT, subject, only=clause, examples=15, **options)}
+
+
+def test_a_stated_deviation_is_run_and_reported_with_its_reason() -> None:
+    report = by_law(lambda: Doubled(**deviation("doubles")))["decode: within the stated bound of the oracle"]
+    assert report.status is LawStatus.DEVIATES
+    assert report.ok
+    assert "doubles" in report.reason
+    assert "relative error" in report.reason
+    assert "Case(" in report.example
+
+
+def test_a_stated_deviation_that_holds_passes() -> None:
+    assert {r.status for r in by_law(lambda: Plain(**deviation("not really"))).values()} == {LawStatus.PASSED}
+
+
+def test_an_unstated_one_fails_with_the_smallest_example() -> None:
+    report = by_law(Doubled)["decode: within the stated bound of the oracle"]
+    assert report.status is LawStatus.FAILED
+    assert not report.ok
+    assert "slots=(0,)" in report.example, f"not shrunk: {report.example}"
+
+
+def test_a_seed_repeats_a_run() -> None:
+    (first, again) = (by_law(Doubled, seed=7)["decode: within the stated bound of the oracle"] for _ in range(2))
+    assert first.seed == again.seed == 7
+    assert (first.reason, first.example) == (again.reason, again.example)
+
+
+def test_phases_that_are_not_offered_are_skipped_with_the_reason() -> None:
+    phases = frozenset({Phase.DECODE})
+    reports = by_law(lambda: Plain(phases=phases))
+    assert reports["decode: within the stated bound of the oracle"].status is LawStatus.PASSED
+    skipped = reports["extend: within the stated bound of the oracle"]
+    assert skipped.status is LawStatus.SKIPPED
+    assert skipped.reason == "extend is not offered"
+
+
+def test_a_kernel_packages_own_error_is_a_failed_law_not_a_crash() -> None:
+    report = by_law(Crashing)["decode: within the stated bound of the oracle"]
+    assert report.status is LawStatus.FAILED
+    assert report.reason == "KernelError: too many rows"
+
+
+def test_what_the_adapter_declines_is_counted_and_not_a_failure() -> None:
+    report = by_law(Refusing)["decode: within the stated bound of the oracle"]
+    assert report.status is LawStatus.PASSED
+    assert report.refused
+    order = by_law(Refusing, Clause.ORDER)["decode: outputs and states follow the sequences"]
+    assert order.status is LawStatus.SKIPPED
+    assert "decode requires one row" in order.reason
+
+
+def test_a_fallback_that_served_fails_the_law() -> None:
+    class Lying(Refusing):
+        """Declines at the call only, so that the service's fallback serves."""
+
+        def supports(self, call: Any) -> Support:
+            return ReferenceGatedDeltaRule.supports(self, call)
+
+    entry = AdapterEntry(
+        port=PORT, name="lying", summary="", probe=lambda _: Support.of(), create=lambda *_: Lying()
+    )
+    container = qwen35.build(
+        adapters=[entry], device="cpu", gdn_decode="lying", gdn_fallback="reference", gdn_extend="reference",
+        gdn_verify="reference", conv="reference",
+    )  # fmt: skip
+    reports = by_law(container.gated_delta_rule(), counters=container.counters())
+    served = reports["decode: within the stated bound of the oracle"]
+    assert served.fallbacks > 0
+    assert served.status is LawStatus.FAILED
+    assert "a fallback served" in served.reason
+    assert reports["verify: within the stated bound of the oracle"].fallbacks == 0
+
+
+def test_reports_come_one_by_one_for_every_law_of_a_port() -> None:
+    reports = iter_laws(PORT, Plain(), examples=1)
+    assert next(reports).clause is Clause.PADDING
+    assert len(laws_of(PORT)) > len(laws_of(PORT, Clause.PADDING)) > 0
+    with pytest.raises(UnknownNameError, match="gated_delta_rule"):
+        laws_of("gated_delta_rul")
+
+
+def test_the_suite_needs_no_test_framework() -> None:
+    code = "import sys, qwen35.testing; sys.exit('pytest' in sys.modules or 'triton.language' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
