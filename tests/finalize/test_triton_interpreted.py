@@ -112,6 +112,22 @@ def test_mailboxes_serve_many_uses_in_a_row_of_either_kind_and_any_size() -> Non
         assert_right(ranks, case, ranks.run(case, one_shot=seed % 3 != 2))
 
 
+@pytest.mark.parametrize("one_shot", [True, False], ids=["one-shot", "two-step"])
+def test_every_use_leaves_nothing_behind_that_a_later_one_could_take_for_its_own(one_shot: bool) -> None:
+    """All words are unmarked again but those of a row shared by programs, whose last buffer waits for its next use."""
+    ranks = Ranks(2, hidden=32, top_k=1, max_m=3)
+    for use, m in enumerate((3, 1, 1, 1, 1, 1), start=1):
+        ranks.run(case_of(ranks, m, use), one_shot=one_shot)
+        for mail in ranks.mail:
+            assert mail.epochs.tolist() == [use, 1, 1], f"use {use}"
+            assert bool((mail.outbox == -1).all()), f"use {use}"
+            held = (mail.inbox.view(3, 4, -1) != -1).any(-1)
+            shared = one_shot and m == 1
+            expected = torch.zeros(3, 4, dtype=torch.bool)
+            expected[0, (use - 1) % 4] = shared
+            assert torch.equal(held, expected), f"use {use}: words left in {held.nonzero().tolist()}"
+
+
 @pytest.mark.row("A11")
 @pytest.mark.row("A27")
 @pytest.mark.parametrize("changes", [{"dropped": 1.0}, {"zeroed": 1.0, "dropped": 0.0}, {"padding": 40}])

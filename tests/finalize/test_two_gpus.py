@@ -63,7 +63,8 @@ def test_checked_mode_names_the_rank_that_never_comes(two_gpus: Pool) -> None:
 
 def test_a_one_shot_finalize_is_one_kernel(two_gpus: Pool) -> None:
     for names in two_gpus.run(kernels_of_a_call, "triton", SHAPES["2048x8"]):
-        assert names == ["finalize_one_shot"]
+        assert len(names) == 1, names
+        assert names[0].startswith("finalize_one_shot"), names
 
 
 @pytest.mark.row("A15")

@@ -34,6 +34,8 @@ _WIDTH_MULTIPLE = 8
 #: Reads of a mailbox a second, roughly (0.5 us each on an H200): turns a time-out into a number of reads.
 _READS_A_SECOND = 2_000_000
 
+_MOST_READS = 2**31 - 1
+
 
 class TritonFinalizeFusion:
     """One launch for up to about a thousand tokens; deterministic, alike to the bit on every rank.
@@ -46,7 +48,7 @@ class TritonFinalizeFusion:
         self, facts: DeviceFacts, *, checked: bool = False, timeout_s: float = 30.0, tuning: Tuning | None = None
     ) -> None:
         self._facts, self._tuning = facts, tuning or Tuning()
-        self._spin_limit = max(1, int(timeout_s * _READS_A_SECOND)) if checked else 0
+        self._spin_limit = min(_MOST_READS, max(1, int(timeout_s * _READS_A_SECOND))) if checked else 0
         self.capabilities = FusionCapabilities(device_types=frozenset({"cuda"}), one_host=True)
 
     def supports(self, signature: WorkspaceSignature) -> Support:
@@ -119,8 +121,13 @@ class TritonWorkspace:
         self._mail = None
 
     def warm_up(self) -> None:
-        """Compile and run every kernel that calls of 1..max_m can reach, on all ranks alike."""
+        """Compile and run every kernel that calls of 1..max_m can reach, on all ranks alike.
+
+        Ranks compile at their own pace, so the time-out counts from the first call after this.
+        """
         signature = self.signature
+        spin_limit = self._spin_limit
+        self._spin_limit = _MOST_READS if spin_limit else 0
         gamma = torch.ones(signature.hidden, dtype=torch_dtype(signature.dtype), device=signature.device)
         for m in self._telling_sizes():
             zeros = gamma.new_zeros(m, signature.hidden)
@@ -133,6 +140,7 @@ class TritonWorkspace:
                 self.finalize(handoff, zeros, gamma)
             self.all_reduce(zeros, zeros, gamma)
         torch.cuda.synchronize(signature.device)
+        self._spin_limit = spin_limit
 
     def _telling_sizes(self) -> list[int]:
         """One m for each kernel: the largest launch of each number of splits, and of each kind."""

@@ -98,7 +98,7 @@ def symmetric_mailboxes(signature: WorkspaceSignature, of: Sizes) -> Mailboxes:
             "symmetric memory", [f"symmetric memory backend requires {SYMMETRIC_BACKEND}, got {backend}"]
         )
     memory = symmetric_memory.empty(of.bytes, dtype=torch.uint8, device=device)
-    handle = symmetric_memory.rendezvous(memory, group)
+    handle = symmetric_memory.rendezvous(memory, group.group_name)
     memory.fill_(0xFF)
     torch.cuda.synchronize(device)
     dist.barrier(group=group)
