@@ -140,3 +140,7 @@ def _agree(records: list[dict[str, Any]], own: Qwen35Error | None) -> None:
     if len({record["ready"] for record in records}) > 1:
         without = [f"rank {rank} has none" for rank, record in enumerate(records) if not record["ready"]]
         raise AgreementError(f"the {WHAT} is live on some ranks only", without)
+
+
+#: The registry of this process: containers come and go, device memory and its addresses are one.
+PROCESS_WORKSPACES = WorkspaceRegistry()
