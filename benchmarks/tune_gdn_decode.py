@@ -89,7 +89,7 @@ def sweep(
         cells: list[str | Text] = []
         for batch, taken in times.items():
             floor = 2 * batch * heads * WIDTH * WIDTH * state_dtype.itemsize / ceiling * 1e6
-            chosen = "*" if tile == decode_config(batch, heads, WIDTH, WIDTH, state_dtype.itemsize) else ""
+            chosen = "*" if tile == decode_config(WIDTH, WIDTH, state_dtype.itemsize) else ""
             best = min(t[batch] for _, t in rows)
             style = "bold green" if taken == best else ""
             cells.append(Text(f"{taken:.1f} ({100 * floor / taken:.0f}){chosen}", style=style))

@@ -36,26 +36,29 @@ class Admission:
     Raises ``ContractError`` or ``UnsupportedError`` before anything is written. On a device, a decode, verify or commit
     whose layout was admitted before is admitted by a look-up; extends, and calls whose index values the host can see
     (CPU tensors), are checked each time. ``supports`` may depend on nothing but layouts, dtypes, devices and ``scale``.
+    ``cover`` then makes sure that a plan covers the call, or raises; plans may only widen.
     """
 
-    def __init__(self, what: str, supports: Callable[[Any], Support]) -> None:
-        self._what, self._supports = what, supports
+    def __init__(
+        self, what: str, supports: Callable[[Any], Support], cover: Callable[[Any], None] = lambda _: None
+    ) -> None:
+        self._what, self._supports, self._cover = what, supports, cover
         self._known: set[tuple[object, ...]] = set()
 
-    def __call__(self, call: Any) -> bool:
-        """Admit ``call``; returns whether its layout is new, so that an adapter may plan for it."""
+    def __call__(self, call: Any) -> None:
+        """Admit ``call``, or raise."""
         layout = _layout(call)
         if layout is not None and layout in self._known:
-            return False
+            return
         CHECKS[type(call)](call)
         support = self._supports(call)
         if not support:
             raise UnsupportedError(f"{type(call).__name__} for {self._what}", support.reasons)
+        self._cover(call)
         if layout is not None:
             if len(self._known) >= MAX_LAYOUTS:
                 self._known.clear()
             self._known.add(layout)
-        return True
 
 
 def _of(tensor: Tensor) -> tuple[object, ...]:

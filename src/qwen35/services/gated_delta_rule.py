@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from qwen35.domain.alignment import CapturedBranch, replay_reasons
 from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import UnsupportedError
+from qwen35.ports.admission import CHECKS
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
     DecodeCall,
@@ -22,15 +23,11 @@ from qwen35.ports.gated_delta_rule import (
     ReplayPlan,
     VerifyCall,
 )
-from qwen35.ports.gdn_checks import check_commit, check_decode, check_extend, check_verify
 from qwen35.ports.support import PHASE_OF
 from qwen35.services.counters import Counters
 from qwen35.services.routing import Decision, Route, capturing
 
 PORT = "gated_delta_rule"
-_CHECKS: Mapping[type, Callable[..., None]] = {
-    DecodeCall: check_decode, ExtendCall: check_extend, VerifyCall: check_verify, CommitCall: check_commit,
-}  # fmt: skip
 
 
 class GatedDeltaRuleService:
@@ -160,7 +157,7 @@ class GatedDeltaRuleService:
 
     def _check(self, call: GdnCall) -> None:
         if self._checked and not capturing():
-            _CHECKS[type(call)](call, values=True)
+            CHECKS[type(call)](call, values=True)
 
 
 def _addresses(call: GdnCall) -> tuple[tuple[str, int], ...]:

@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
 from torch import Tensor
 
 from qwen35.domain.capabilities import Capabilities, Phase, Support
-from qwen35.ports.conv_checks import (
-    check_conv_commit,
-    check_conv_decode,
-    check_conv_extend,
-    check_conv_verify,
-)
+from qwen35.ports.admission import CHECKS
 from qwen35.ports.short_convolution import (
     ConvCall,
     ConvCommitCall,
@@ -26,10 +19,6 @@ from qwen35.services.counters import Counters
 from qwen35.services.routing import Decision, Route, capturing
 
 PORT = "short_convolution"
-_CHECKS: Mapping[type, Callable[..., None]] = {
-    ConvDecodeCall: check_conv_decode, ConvExtendCall: check_conv_extend, ConvVerifyCall: check_conv_verify,
-    ConvCommitCall: check_conv_commit,
-}  # fmt: skip
 
 
 class ShortConvolutionService:
@@ -90,4 +79,4 @@ class ShortConvolutionService:
 
     def _check(self, call: ConvCall) -> None:
         if self._checked and not capturing():
-            _CHECKS[type(call)](call, values=True)
+            CHECKS[type(call)](call, values=True)

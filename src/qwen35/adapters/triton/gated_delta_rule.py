@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from torch import Tensor
 from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
 from qwen35.domain.precision import Precision
+from qwen35.ports.admission import Admission
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
     DecodeCall,
@@ -20,8 +22,11 @@ from qwen35.ports.gated_delta_rule import (
     GdnPlan,
     VerifyCall,
 )
-from qwen35.ports.gdn_checks import call_geometry, check_commit, check_decode, check_extend, check_verify
+from qwen35.ports.gdn_checks import call_geometry
 from qwen35.ports.support import call_support, dtype_name, plan_support
+
+if TYPE_CHECKING:
+    from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig
 
 #: A row of the state must fit one program's registers.
 MAX_KEY_WIDTH = 256
@@ -58,6 +63,7 @@ class TritonGatedDeltaRule:
         self._scratch = gdn_scratch.ScratchBuffer()
         self._plans: dict[tuple[object, ...], GdnPlan] = {}
         self._closed = False
+        self._admit = Admission("the Triton gated delta rule", self.supports, self._cover)
         steps = Precision(products="float32")
         self.capabilities = Capabilities(
             token_dtypes=frozenset({"float32", "bfloat16", "float16"}),
@@ -108,26 +114,18 @@ class TritonGatedDeltaRule:
     def decode(self, call: DecodeCall) -> Tensor:
         """One token a row; returns out [B, HV, V]. Mutates the written slots and ``call.out``."""
         self._require_open()
-        check_decode(call)
-        self._require_supported(call)
-        batch, heads, value_width = call.v.shape
-        self._admit(call, batch=batch)
+        self._admit(call)
         out = _output(call.v, call.out)
-        if batch:
-            key_width, item = call.q.shape[-1], call.states.element_size()
-            self._decode.launch_decode(
-                call, out, self._config.decode_config(batch, heads, key_width, value_width, item)
-            )
+        if call.q.shape[0]:
+            self._decode.launch_decode(call, out, self._tile(call))
         return out
 
     def extend(self, call: ExtendCall) -> ExtendResult:
         """Packed sequences; mutates the written slots and ``call.out``. Checkpoints of padded sequences are zero."""
         self._require_open()
-        check_extend(call)
-        self._require_supported(call)
+        self._admit(call)
         tokens, heads, value_width = call.v.shape
         sequences = call.slots.shape[0]
-        self._admit(call, batch=sequences, tokens=tokens)
         out = _output(call.v, call.out)
         checkpoints = None
         if call.checkpoints is not None:
@@ -145,21 +143,17 @@ class TritonGatedDeltaRule:
     def verify(self, call: VerifyCall) -> Tensor:
         """Draft tokens; returns out [B, T, HV, V]. Mutates ``intermediates`` and ``call.out``, never states."""
         self._require_open()
-        check_verify(call)
-        self._require_supported(call)
-        batch, draft, _, value_width = call.v.shape
-        self._admit(call, batch=batch, draft=draft)
+        self._admit(call)
+        batch, draft = call.q.shape[:2]
         out = _output(call.v, call.out)
         if batch and draft:
-            config = self._config.verify_config(call.q.shape[-1], value_width, call.states.element_size())
-            self._verify.launch_verify(call, out, config)
+            self._verify.launch_verify(call, out, self._tile(call))
         return out
 
     def commit(self, call: CommitCall) -> None:
         """Copy accepted intermediates into the pool; mutates the named slots."""
         self._require_open()
-        check_commit(call)
-        self._require_supported(call)
+        self._admit(call)
         if call.slots.shape[0]:
             self._verify.launch_commit(call)
 
@@ -176,13 +170,16 @@ class TritonGatedDeltaRule:
         if self._closed:
             raise ClosedError("this adapter was closed; make another one")
 
-    def _require_supported(self, call: GdnCall) -> None:
-        support = self.supports(call)
-        if not support:
-            raise UnsupportedError(f"{type(call).__name__} for the Triton gated delta rule", support.reasons)
+    def _tile(self, call: DecodeCall | VerifyCall) -> DecodeConfig:
+        return self._config.decode_config(call.q.shape[-1], call.v.shape[-1], call.states.element_size())
 
-    def _admit(self, call: DecodeCall | ExtendCall | VerifyCall, batch: int, tokens: int = 0, draft: int = 0) -> None:
+    def _cover(self, call: GdnCall) -> None:
         """Check the call against the plan; a larger one is planned again, or refused inside capture."""
+        if isinstance(call, CommitCall):
+            return
+        batch = call.slots.shape[0]
+        tokens = call.q.shape[0] if isinstance(call, ExtendCall) else 0
+        draft = call.q.shape[1] if isinstance(call, VerifyCall) else 0
         wanted = GdnPlan(
             geometry=call_geometry(call), state_dtype=call.states.dtype, token_dtype=call.q.dtype,
             device=call.states.device, max_batch=batch, max_tokens=tokens, max_draft=draft,

@@ -7,15 +7,9 @@ from dataclasses import dataclass
 #: Tokens of one chunk of the chunked form, and so the multiple that checkpoints must have.
 CHUNK = 64
 
-#: Bytes of a row that eight neighbouring lanes read with one 16-byte load each: one L2 line.
-_LINE_BYTES = 128
-
-#: State elements of one program. Small batches need many programs to fill the device, large ones long loads.
-_TILE_FEW, _TILE_MANY = 1024, 4096
-#: Programs of the small tile that fill an H200 (132 multiprocessors) about eight times over.
-_MANY_PROGRAMS = 1024
-#: State elements that one thread holds in float32: four or eight 16-byte loads in flight.
-_PER_THREAD = 32
+#: State elements of one program, and bytes of them that one thread holds: four 16-byte loads in flight. On an H200
+#: best or within a tenth of it at every batch from 1 to 256, in either dtype (benchmarks/results/decode_tiles.json).
+_TILE_ELEMENTS, _THREAD_BYTES = 1024, 64
 
 #: Programs of 64 state rows that keep an H200 busy twice over; with fewer, 32 rows make twice as many programs.
 _WIDE_SCAN_PROGRAMS = 256
@@ -55,28 +49,12 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
-def _row_tile(elements: int, key_width: int, value_width: int, state_bytes: int) -> DecodeConfig:
-    """A tile of about ``elements`` elements: whole rows of the state."""
+def decode_config(key_width: int, value_width: int, state_bytes: int) -> DecodeConfig:
+    """The tile of decode and verify: whole rows of the state, whose elements have ``state_bytes`` bytes."""
     row = power_of_two(key_width)
-    block_v = min(max(elements // row, 1), power_of_two(value_width))
-    return DecodeConfig(
-        block_v=block_v,
-        inner=min(row, _LINE_BYTES // state_bytes),
-        num_warps=min(max(block_v * row // _PER_THREAD // 32, 1), 8),
-    )
-
-
-def decode_config(batch: int, heads: int, key_width: int, value_width: int, state_bytes: int) -> DecodeConfig:
-    """The tile for ``batch`` rows of ``heads`` value heads, with state elements of ``state_bytes`` bytes."""
-    few = _row_tile(_TILE_FEW, key_width, value_width, state_bytes)
-    if batch * heads * -(-value_width // few.block_v) <= _MANY_PROGRAMS:
-        return few
-    return _row_tile(_TILE_MANY, key_width, value_width, state_bytes)
-
-
-def verify_config(key_width: int, value_width: int, state_bytes: int) -> DecodeConfig:
-    """The tile of verify: small, since a program walks its nodes one after another."""
-    return _row_tile(_TILE_FEW, key_width, value_width, state_bytes)
+    block_v = min(max(_TILE_ELEMENTS // row, 1), power_of_two(value_width))
+    warps = block_v * row * state_bytes // _THREAD_BYTES // 32
+    return DecodeConfig(block_v=block_v, inner=row, num_warps=min(max(warps, 1), 8))
 
 
 def extend_config(
@@ -91,5 +69,5 @@ def extend_config(
         return ExtendConfig(block_v=16, scan_warps=4, scan_stages=1, chunk_warps=8)
     stages = 3 if shared_bytes >= _THREE_STAGES_BYTES else 1
     if sequences * heads * -(-value_width // 64) >= _WIDE_SCAN_PROGRAMS:
-        return ExtendConfig(block_v=min(rows, 64), scan_warps=8, scan_stages=stages, chunk_registers=168)
+        return ExtendConfig(block_v=min(rows, 64), scan_warps=4, scan_stages=stages, chunk_registers=168)
     return ExtendConfig(block_v=min(rows, 32), scan_warps=4, scan_stages=stages, chunk_registers=168)

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig, decode_config
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
     DecodeCall,
@@ -19,17 +18,6 @@ from qwen35.ports.gated_delta_rule import (
     RawGates,
     VerifyCall,
 )
-
-
-def warm_batches(plan: GdnPlan) -> list[int]:
-    """One batch size for each tile that decode takes up to the plan's largest batch."""
-    g, seen = plan.geometry, dict[DecodeConfig, int]()
-    for batch in sorted({plan.max_batch, *(1 << i for i in range(plan.max_batch.bit_length()))}):
-        if batch <= plan.max_batch:
-            seen.setdefault(
-                decode_config(batch, g.value_heads, g.key_width, g.value_width, plan.state_dtype.itemsize), batch
-            )
-    return list(seen.values())
 
 
 def _gates(plan: GdnPlan, *leading: int) -> Iterator[Gates]:
@@ -55,11 +43,10 @@ def warm_up(adapter: GatedDeltaRule, plan: GdnPlan) -> None:
     """Call every planned phase of ``adapter`` on padding."""
     g, on = plan.geometry, plan.device
     states = torch.zeros(1, g.value_heads, g.value_width, g.key_width, dtype=plan.state_dtype, device=on)
-    for batch in warm_batches(plan):
-        slots = torch.full((batch,), -1, dtype=torch.int32, device=on)
-        keys, values = _qkv(plan, batch)
-        for gates in _gates(plan, batch):
-            adapter.decode(DecodeCall(q=keys, k=keys, v=values, gates=gates, states=states, slots=slots))
+    slots = torch.full((1,), -1, dtype=torch.int32, device=on)
+    keys, values = _qkv(plan, 1)
+    for gates in _gates(plan, 1):
+        adapter.decode(DecodeCall(q=keys, k=keys, v=values, gates=gates, states=states, slots=slots))
     if plan.max_draft:
         _warm_verify(adapter, plan, states)
     if plan.max_tokens:
