@@ -31,9 +31,7 @@ def test_the_lint_fails_on_a_forbidden_import(tmp_path: Path, module: str, line:
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     target = tmp_path / "src/qwen35" / module
     target.write_text(target.read_text() + f"\n{line}\n")
-    lint = (
-        "import sys; sys.path.insert(0, 'src'); from importlinter.cli import lint_imports_command; lint_imports_command()"
-    )
+    lint = "import sys; sys.path.insert(0, 'src'); import importlinter.cli as cli; cli.lint_imports_command()"
     result = run(sys.executable, "-c", lint, "--no-cache", cwd=tmp_path)
     assert result.returncode == 1, result.stdout + result.stderr
     assert "BROKEN" in result.stdout

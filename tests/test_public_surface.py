@@ -20,8 +20,8 @@ def test_the_package_exports_these_names() -> None:
 
 def test_the_port_of_the_gated_delta_rule_exports_these_names() -> None:
     assert sorted(gated_delta_rule.__all__) == [
-        "CheckpointPlan", "CommitCall", "DecodeCall", "ExtendCall", "ExtendResult", "GatedDeltaRule", "Gates", "GdnCall",
-        "GdnPlan", "LogGates", "RawGates", "ReplayPlan", "VerifyCall",
+        "CheckpointPlan", "CommitCall", "DecodeCall", "ExtendCall", "ExtendResult", "GatedDeltaRule", "Gates",
+        "GdnCall", "GdnPlan", "LogGates", "RawGates", "ReplayPlan", "VerifyCall",
     ]  # fmt: skip
 
 
@@ -49,6 +49,7 @@ def test_call_objects_have_the_contracts_fields_and_are_frozen_and_keyword_only(
 
 
 def test_both_ports_have_the_same_verbs() -> None:
-    verbs = {"capabilities", "prepare", "supports", "decode", "extend", "verify", "commit", "refresh_parameters", "close"}
+    phases = {"decode", "extend", "verify", "commit"}
+    verbs = phases | {"capabilities", "prepare", "supports", "refresh_parameters", "close"}
     for port in (gated_delta_rule.GatedDeltaRule, short_convolution.ShortConvolution):
         assert {name for name in vars(port) if not name.startswith("_")} == verbs

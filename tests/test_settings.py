@@ -17,7 +17,8 @@ def _empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_defaults_choose_automatically() -> None:
     settings = load_settings()
-    assert (settings.gdn_decode, settings.conv, settings.gdn_fallback, settings.checked) == ("auto", "auto", None, False)
+    assert (settings.gdn_decode, settings.conv) == ("auto", "auto")
+    assert (settings.gdn_fallback, settings.checked) == (None, False)
 
 
 def test_arguments_win_over_environment_over_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
