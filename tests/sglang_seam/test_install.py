@@ -299,6 +299,16 @@ def test_explain_names_machine_release_model_and_reasons(tmp_path: Path, monkeyp
     assert "qwen3_5_moe_text, GDN heads 16 (q, k) and 32 (v)" in text
 
 
+def test_the_command_finds_the_text_by_its_entry_point() -> None:
+    from typer.testing import CliRunner
+
+    from qwen35.cli.sglang_cmd import app
+
+    result = CliRunner().invoke(app, ["explain"])
+    assert result.exit_code == 0, result.output
+    assert result.output.strip() == sglang_plugin.explain()
+
+
 def test_explain_says_that_another_family_is_not_routed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert "llama is not Qwen3.5: nothing is routed" in sglang_plugin.explain(str(tmp_path))

@@ -56,7 +56,9 @@ class PrometheusMirror:
                     continue
                 name, labels = key
                 if name not in self._metrics:
-                    self._metrics[name] = Counter(PREFIX + name, f"qwen35: {name.replace('_', ' ')}", LABELS)
+                    about = f"qwen35: {name.replace('_', ' ')}"
+                    # In no registry of this process: the endpoint reads the files, and a second mirror may follow.
+                    self._metrics[name] = Counter(PREFIX + name, about, LABELS, registry=None)
                 given = dict(labels)
                 self._metrics[name].labels(**{label: given.get(label, "") for label in LABELS}).inc(delta)
                 self._seen[key] = value
