@@ -8,8 +8,9 @@ from typing import Any
 from dependency_injector import containers, providers
 
 from qwen35.ports.adapter import AdapterEntry
-from qwen35.services.assembly import make_gated_delta_rule, make_registry, make_short_convolution
+from qwen35.services.assembly import make_finalize, make_gated_delta_rule, make_registry, make_short_convolution
 from qwen35.services.counters import Counters
+from qwen35.services.finalize_registry import PROCESS_WORKSPACES
 from qwen35.services.platform import detect_platform
 from qwen35.services.registry import AdapterRegistry
 from qwen35.settings import Settings, load_settings
@@ -25,6 +26,8 @@ class Container(containers.DeclarativeContainer):
     registry = providers.Singleton(make_registry, settings, platform, extra_adapters)
     gated_delta_rule = providers.Singleton(make_gated_delta_rule, settings, registry, counters)
     short_convolution = providers.Singleton(make_short_convolution, settings, registry, counters)
+    workspaces = providers.Object(PROCESS_WORKSPACES)
+    finalize = providers.Singleton(make_finalize, settings, registry, counters, workspaces)
 
 
 def build(
@@ -41,6 +44,7 @@ def build(
     )
     container.gated_delta_rule()
     container.short_convolution()
+    container.finalize()
     return container
 
 

@@ -12,6 +12,8 @@ from qwen35.ports.gated_delta_rule import GatedDeltaRule
 from qwen35.services import gated_delta_rule, short_convolution
 from qwen35.services.alignment_guard import AlignmentGuard
 from qwen35.services.counters import Counters
+from qwen35.services.finalize_fusion import FinalizeService
+from qwen35.services.finalize_registry import WorkspaceRegistry
 from qwen35.services.gated_delta_rule import GatedDeltaRuleService
 from qwen35.services.registry import AdapterRegistry
 from qwen35.services.short_convolution import ShortConvolutionService
@@ -63,3 +65,10 @@ def make_short_convolution(
     port = short_convolution.PORT
     name = registry.choose(port, settings.conv).name
     return ShortConvolutionService(name, registry.adapter(port, name), counters, settings.checked)
+
+
+def make_finalize(
+    settings: Settings, registry: AdapterRegistry, counters: Counters, workspaces: WorkspaceRegistry
+) -> FinalizeService:
+    """The service of the fused finalize; which adapter it takes, all ranks agree on in ``prepare``."""
+    return FinalizeService(registry, settings.finalize, workspaces, counters, settings.checked)
