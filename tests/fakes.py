@@ -36,7 +36,7 @@ class FakeGatedDeltaRule:
             raise UnsupportedError("plan", self.reasons)
         self.plans.append(plan)
 
-    def supports(self, call: GdnCall) -> Support:  # noqa: ARG002
+    def supports(self, call: GdnCall) -> Support:
         return Support.of(*self.reasons)
 
     def _serve(self, call: GdnCall) -> None:

@@ -42,16 +42,16 @@ def make_gated_delta_rule(
     names = {phase: registry.choose(port, name).name for phase, name in requested.items()}
     if settings.gdn_fallback is not None:
         registry.choose(port, settings.gdn_fallback)
-    guarded = {
-        name: _guarded(name, registry.adapter(port, name), counters)
+    made = {
+        name: guarded(name, registry.adapter(port, name), counters)
         for name in {*names.values(), *filter(None, [settings.gdn_fallback])}
     }
-    fallback = None if settings.gdn_fallback is None else (settings.gdn_fallback, guarded[settings.gdn_fallback])
-    adapters = {phase: (name, guarded[name]) for phase, name in names.items()}
+    fallback = None if settings.gdn_fallback is None else (settings.gdn_fallback, made[settings.gdn_fallback])
+    adapters = {phase: (name, made[name]) for phase, name in names.items()}
     return GatedDeltaRuleService(adapters, counters, fallback, settings.checked)
 
 
-def _guarded(name: str, adapter: GatedDeltaRule, counters: Counters) -> GatedDeltaRule:
+def guarded(name: str, adapter: GatedDeltaRule, counters: Counters) -> GatedDeltaRule:
     """The adapter itself, or behind the alignment guard where its kernels ask for more than torch gives."""
     if adapter.capabilities.byte_alignment <= NATURAL_ALIGNMENT:
         return adapter

@@ -117,10 +117,8 @@ class Trial:
 
     def run(self) -> Served:
         """Prepare where the case says so, then serve the call."""
-        if self.case.prepared:
-            support = self.bench.adapter.supports(self.call)
-            if not support:
-                raise Refused(support.reasons)
+        if self.case.prepared or self.bench.limits.null_slot is not None:
+            # A null slot is named by a plan, so there what an adapter supports hangs on one.
             self.bench.prepare(self.case)
         return self.bench.run(self.call)
 

@@ -26,8 +26,8 @@ def packed_projection(call: DecodeCall, scratch: Scratch) -> Tensor:
     if adjacent and (pitch >= sum(widths) or batch == 1):
         return call.q.as_strided((batch, sum(widths)), (max(pitch, sum(widths)), 1))
     mixed = scratch.take("mixed", (batch, sum(widths)), call.q.dtype, call.q.device)
-    for x, part in zip(parts, mixed.split(widths, dim=1), strict=True):
-        part.unflatten(1, x.shape[1:]).copy_(x)
+    for x, part in zip(parts, torch.split(mixed, widths, dim=1), strict=True):
+        torch.unflatten(part, 1, x.shape[1:]).copy_(x)
     return mixed
 
 
