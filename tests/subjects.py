@@ -24,6 +24,8 @@ PLACES: dict[str, tuple[Profile, ...]] = {
 }
 #: Kernels that serve some calls only where a slot is nobody's: their laws run without one and with slot 0 named.
 WANTS_NULL_SLOT = ("flashinfer",)
+#: Adapters with kernels that write a slot for padding: their laws run once more with slot 0 named as nobody's.
+RESERVES = ("flashinfer",)
 _MARKS = {Profile.CPU: (), Profile.INTERPRETER: (pytest.mark.interpreter,), Profile.GPU: (pytest.mark.gpu,)}
 
 
@@ -72,3 +74,14 @@ def subjects(port: str) -> list[Any]:
         for null_slot in ((None, 0) if name in WANTS_NULL_SLOT else (None,))
         for subject in [Subject(port, name, profile, null_slot)]
     ]
+
+
+def law_subjects(port: str) -> list[Any]:
+    """``subjects``, and with a null slot those of ``RESERVES``."""
+    reserving = [
+        pytest.param(Subject(port, name, profile, null_slot=0), id=f"{name}-{profile}-null-slot", marks=_MARKS[profile])
+        for name in registered(port)
+        if name in RESERVES
+        for profile in PLACES[name]
+    ]
+    return [*subjects(port), *reserving]

@@ -18,7 +18,7 @@ from qwen35.domain.capabilities import Clause, Phase, Support
 from qwen35.domain.errors import UnknownNameError, UnsupportedError
 from qwen35.ports.adapter import AdapterEntry
 from qwen35.ports.gated_delta_rule import DecodeCall
-from qwen35.testing import LawStatus, iter_laws, laws_of, run_laws
+from qwen35.testing import LawStatus, Profile, iter_laws, laws_of, limits_for, run_laws
 
 PORT = "gated_delta_rule"
 
@@ -140,6 +140,23 @@ def test_a_fallback_that_served_fails_the_law() -> None:
     assert served.status is LawStatus.FAILED
     assert "a fallback served" in served.reason
     assert reports["verify: within the stated bound of the oracle"].fallbacks == 0
+
+
+class SacrificesSlotZero(Plain):
+    """Lets padded rows write slot 0."""
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        out = super().decode(call)
+        if bool((call.slots < 0).any()):
+            call.states[0] = float("nan")
+        return out
+
+
+def test_a_null_slot_is_nobodys_and_only_where_it_is_named() -> None:
+    law = "decode: padded rows are zero and touch no slot"
+    limits = limits_for(Plain().capabilities, Profile.CPU, null_slot=0)
+    assert by_law(SacrificesSlotZero, Clause.PADDING)[law].status is LawStatus.FAILED
+    assert by_law(SacrificesSlotZero, Clause.PADDING, limits=limits)[law].status is LawStatus.PASSED
 
 
 def test_reports_come_one_by_one_for_every_law_of_a_port() -> None:

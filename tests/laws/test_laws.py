@@ -9,7 +9,7 @@ from hypothesis import settings
 
 from qwen35.domain.capabilities import Clause
 from qwen35.testing import KITS, LAWS, Law, LawStatus, Profile, laws_of, run_law
-from subjects import PLACES, Subject, registered, subjects
+from subjects import PLACES, Subject, law_subjects, registered
 
 #: The oracle against itself shows only that the laws can hold; plain torch on a GPU is slow and the same code.
 FEW = {("reference64", Profile.CPU): 3, ("reference", Profile.GPU): 3}
@@ -19,7 +19,7 @@ def _pairs() -> list[Any]:
     return [
         pytest.param(*subject.values, law, id=f"{port}-{subject.id}-{law.clause}-{law.name}", marks=subject.marks)
         for port in KITS
-        for subject in subjects(port)
+        for subject in law_subjects(port)
         for law in laws_of(port)
         if law.clause is not Clause.CAPTURE or subject.values[0].profile is Profile.GPU
     ]
