@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from itertools import groupby
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,13 +14,17 @@ from torch import Tensor
 from qwen35.domain.errors import CheckpointError, ConfigurationError
 from qwen35.model.config import TextConfig, read_config
 from qwen35.model.manifest import Source, match
-from qwen35.model.model import Model
+from qwen35.model.model import ALONE, Model
+from qwen35.model.parallel import TensorParallel
 from qwen35.model.progress import progress_bar
 from qwen35.model.safetensors_files import list_tensors, opened
+from qwen35.model.sharding import piece_of, shard_config
 from qwen35.model.tokenizer import find_tokenizer
 from qwen35.model.weights import WeightSpec, weight_table
 from qwen35.ports.gated_delta_rule import GatedDeltaRule
 from qwen35.ports.short_convolution import ShortConvolution
+from qwen35.services.finalize_agreement import GroupAgreement
+from qwen35.services.finalize_fusion import FinalizeService
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -30,6 +35,8 @@ def load_model(
     *,
     gated_delta_rule: GatedDeltaRule,
     short_convolution: ShortConvolution,
+    finalize: FinalizeService | None = None,
+    tensor_parallel: TensorParallel = ALONE,
     device: str | torch.device = "cpu",
     dtype: torch.dtype | None = None,
     quiet: bool = False,
@@ -44,19 +51,25 @@ def load_model(
     ``dtype`` None takes the checkpoint's own. Norm weights, A_log and dt_bias stay in float32 whatever it is.
     ``quiet`` shows no progress bar. Raises ``CheckpointError`` (naming the file, the keys or the tensors) for
     anything that does not fit, and leaves nothing behind.
+
+    With ``tensor_parallel`` ranks every one of them calls this together, on its own ``device``, and reads its share
+    of the weights; an error on one is an error on all, as ``CheckpointError``. ``finalize`` may then fuse the sums
+    over ranks. Raises ``ConfigurationError`` where heads or widths cannot be divided.
     """
     path = Path(directory)
     config = read_config(path)
     chosen = _dtype(config, dtype)
     target = torch.device(device)
+    shard_config(config, tensor_parallel.size)  # sizes that do not divide are refused before anything is read
     table = weight_table(config)
     sources = match(table, list_tensors(path), config.tied)
     tokenizer = find_tokenizer(path)
-    weights = _read(table, sources, target, chosen, quiet)
+    weights = _read_together(tensor_parallel, table, sources, target, chosen, quiet)
     with torch.device("meta"):
         model = Model(
-            config, gated_delta_rule=gated_delta_rule, short_convolution=short_convolution, tokenizer=tokenizer
-        )
+            config, gated_delta_rule=gated_delta_rule, short_convolution=short_convolution, finalize=finalize,
+            tensor_parallel=tensor_parallel, tokenizer=tokenizer,
+        )  # fmt: skip
     model.load_state_dict(weights, strict=True, assign=True)
     return model.to(target).eval()
 
@@ -71,28 +84,76 @@ def _dtype(config: TextConfig, dtype: torch.dtype | None) -> torch.dtype:
     return dtype
 
 
-def _read(
-    table: Mapping[str, WeightSpec], sources: list[Source], device: torch.device, dtype: torch.dtype, quiet: bool
-) -> dict[str, Tensor]:
-    """Every weight on ``device``, each file opened once."""
+def _read_together(
+    ranks: TensorParallel, table: Mapping[str, WeightSpec], sources: list[Source], device: torch.device,
+    dtype: torch.dtype, quiet: bool,
+) -> dict[str, Tensor]:  # fmt: skip
+    """Every weight of this rank. Each rank checks what it reads, so they tell one another what they found."""
+    if ranks.group is None:
+        return _Reader(ranks, table, device, dtype).read(sources, quiet)
     weights: dict[str, Tensor] = {}
-    head: Tensor | None = None
-    with progress_bar(quiet) as bar:
-        task = bar.add_task("Loading weights", total=len(sources))
-        for path, group in groupby(sources, key=lambda source: source.stored.path):
-            with opened(path) as file:
-                for source in group:
-                    spec = table.get(source.weight, table[_EMBEDDING])
-                    kind = torch.float32 if spec.keep_float32 else dtype
-                    tensor = _finite(file.get_tensor(source.stored.name), source, device, kind)
-                    if source.weight not in table:
-                        head = tensor
-                    else:
-                        _place(weights, spec, source, tensor)
-                    bar.advance(task)
-    if head is not None and not torch.equal(head, weights[_EMBEDDING]):
-        raise CheckpointError(f"{_HEAD} must equal {_EMBEDDING}, since config.json ties them; it differs")
+    error: CheckpointError | None = None
+    try:
+        weights = _Reader(ranks, table, device, dtype).read(sources, quiet)
+    except CheckpointError as exc:
+        error = exc
+    found = GroupAgreement(ranks.group).exchange(None if error is None else str(error))
+    if error is not None:
+        raise error
+    told = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
+    if told:
+        raise CheckpointError("; ".join(told))
     return weights
+
+
+class _Reader:
+    """Reads one rank's piece of every tensor, each file opened once."""
+
+    def __init__(
+        self, ranks: TensorParallel, table: Mapping[str, WeightSpec], device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self._ranks, self._table, self._device, self._dtype = ranks, table, device, dtype
+        self._weights: dict[str, Tensor] = {}
+
+    def read(self, sources: list[Source], quiet: bool) -> dict[str, Tensor]:
+        head: Tensor | None = None
+        with progress_bar(quiet) as bar:
+            task = bar.add_task("Loading weights", total=len(sources))
+            for path, group in groupby(sources, key=lambda source: source.stored.path):
+                with opened(path) as file:
+                    for source in group:
+                        tensor, start = self._piece(file, source)
+                        if source.weight not in self._table:
+                            head = tensor
+                        else:
+                            self._place(source, tensor, start)
+                        bar.advance(task)
+        if head is not None and not torch.equal(head, self._weights[_EMBEDDING]):
+            raise CheckpointError(f"{_HEAD} must equal {_EMBEDDING}, since config.json ties them; it differs")
+        return self._weights
+
+    def _piece(self, file: Any, source: Source) -> tuple[Tensor, int]:
+        """This rank's piece, converted, and where it begins in a packed weight."""
+        spec = self._table.get(source.weight, self._table[_EMBEDDING])
+        piece = piece_of(spec, source.part, self._ranks.size, self._ranks.rank)
+        name = source.stored.name
+        stored = piece.read(file.get_slice(name)) if piece.cuts else file.get_tensor(name)
+        kind = torch.float32 if spec.keep_float32 else self._dtype
+        tensor = _finite(stored, source, self._device, kind)
+        return torch.zeros_like(tensor) if piece.zero else tensor, piece.start
+
+    def _place(self, source: Source, tensor: Tensor, start: int) -> None:
+        part, weights = source.part, self._weights
+        if part is None:
+            weights[source.weight] = tensor
+            return
+        if source.weight not in weights:
+            spec = self._table[source.weight]
+            shape = list(spec.shape)
+            if spec.shard_dim is not None:
+                shape[spec.shard_dim] //= self._ranks.size
+            weights[source.weight] = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        weights[source.weight][part.expert, start : start + tensor.shape[0]] = tensor
 
 
 def _finite(tensor: Tensor, source: Source, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -104,13 +165,3 @@ def _finite(tensor: Tensor, source: Source, device: torch.device, dtype: torch.d
     if bool(torch.isfinite(tensor).all()):
         why = f"has values beyond the range of {dtype}"
     raise CheckpointError(f"{stored.name} in {stored.path} {why}")
-
-
-def _place(weights: dict[str, Tensor], spec: WeightSpec, source: Source, tensor: Tensor) -> None:
-    part = source.part
-    if part is None:
-        weights[source.weight] = tensor
-        return
-    if source.weight not in weights:
-        weights[source.weight] = torch.empty(spec.shape, dtype=tensor.dtype, device=tensor.device)
-    weights[source.weight][part.expert, part.start : part.stop] = tensor

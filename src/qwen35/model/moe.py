@@ -8,6 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, silu
 
+from qwen35.domain.errors import HandoffError
+from qwen35.domain.finalize import FinalizeHandoff
 from qwen35.model.config import MoeConfig
 from qwen35.model.mlp import GatedMlp, projection
 
@@ -25,6 +27,19 @@ class ExpertOutput:
     expert_weights: Tensor
     permuted_indices: Tensor
     gated_shared_output: Tensor
+
+    def handoff(self) -> FinalizeHandoff:
+        """The same for the fused finalize: indices in int32, weights in the dtype of the hidden states.
+
+        Not every adapter takes float32 weights beside bfloat16 rows. Raises ``HandoffError`` for no tokens.
+        """
+        m = self.expert_weights.shape[0]
+        if not m:
+            raise HandoffError("a finalize handoff requires at least one token, got none")
+        return FinalizeHandoff(
+            routed_output=self.routed_output, expert_weights=self.expert_weights.to(self.routed_output.dtype),
+            permuted_indices=self.permuted_indices.to(torch.int32), gated_shared_output=self.gated_shared_output, m=m,
+        )  # fmt: skip
 
 
 def finalize(output: ExpertOutput) -> Tensor:
@@ -107,3 +122,7 @@ class MoeBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return finalize(self.run_experts(x))
+
+    def deferred(self, x: Tensor) -> FinalizeHandoff:
+        """What ``forward`` returns, before its sum: the next norm makes it. Raises ``HandoffError`` for no tokens."""
+        return self.run_experts(x).handoff()

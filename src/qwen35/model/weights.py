@@ -27,7 +27,9 @@ class WeightSpec:
 
     ``shard_dim`` is the dimension that tensor-parallel ranks divide (None: each holds the whole). ``blocks`` are
     the widths of the blocks side by side in that dimension; each is cut separately (None: one block).
-    ``parts`` are the tensors that may stand for a packed weight.
+    ``parts`` are the tensors that may stand for a packed weight. ``heads`` are the key/value heads of that
+    dimension: fewer of them than ranks are held by several ranks each. ``padded``: the dimension need not divide,
+    zeros follow it. ``on_first_rank``: what is added once to a sum over ranks, zeros on all ranks but the first.
     """
 
     shape: tuple[int, ...]
@@ -35,6 +37,9 @@ class WeightSpec:
     blocks: tuple[int, ...] | None = None
     keep_float32: bool = False
     parts: tuple[Part, ...] = ()
+    heads: int | None = None
+    padded: bool = False
+    on_first_rank: bool = False
 
 
 Named = Iterator[tuple[str, WeightSpec]]
@@ -68,10 +73,11 @@ def _rows(out: int, into: int) -> WeightSpec:
 
 
 def _outer(c: TextConfig) -> Named:
-    yield "embed_tokens.weight", _columns(c.vocabulary, c.hidden)
+    tokens = WeightSpec(shape=(c.vocabulary, c.hidden), shard_dim=0, padded=True)
+    yield "embed_tokens.weight", tokens
     yield "norm.weight", _norm(c.hidden)
     if not c.tied:
-        yield "lm_head.weight", _columns(c.vocabulary, c.hidden)
+        yield "lm_head.weight", tokens
 
 
 def _gdn(c: TextConfig) -> Named:
@@ -95,12 +101,13 @@ def _attention(c: TextConfig) -> Named:
     widths = {"q_proj": 2 * c.attention_heads * c.head_width, "k_proj": c.kv_heads * c.head_width,
               "v_proj": c.kv_heads * c.head_width}  # fmt: skip
     for name, width in widths.items():
-        yield f"{at}{name}.weight", _columns(width, c.hidden)
+        heads = None if name == "q_proj" else c.kv_heads
+        yield f"{at}{name}.weight", WeightSpec(shape=(width, c.hidden), shard_dim=0, heads=heads)
         if c.attention_bias:
-            yield f"{at}{name}.bias", WeightSpec(shape=(width,), shard_dim=0)
+            yield f"{at}{name}.bias", WeightSpec(shape=(width,), shard_dim=0, heads=heads)
     yield f"{at}o_proj.weight", _rows(c.hidden, c.attention_heads * c.head_width)
     if c.attention_bias:
-        yield f"{at}o_proj.bias", WeightSpec(shape=(c.hidden,))
+        yield f"{at}o_proj.bias", WeightSpec(shape=(c.hidden,), on_first_rank=True)
     yield f"{at}q_norm.weight", _norm(c.head_width)
     yield f"{at}k_norm.weight", _norm(c.head_width)
 
