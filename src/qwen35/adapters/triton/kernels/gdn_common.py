@@ -1,4 +1,4 @@
-"""Pieces that the GDN kernels share: gates, normalisation, one step of the recurrence. All in float32."""
+"""Pieces that the GDN kernels share: gates, tiles, one step of the recurrence. All in float32."""
 
 from __future__ import annotations
 
@@ -31,24 +31,14 @@ def log_decay(a, A_log, dt_bias):
 
 
 @triton.jit
-def sigmoid(b):
-    return 1.0 / (1.0 + tl.exp(-b))
-
-
-@triton.jit
 def load_gates(gate, beta, A_log, dt_bias, gate_at, beta_at, head, mask, RAW: tl.constexpr):
     """Log decay and beta of one value head at the given offsets: a scalar or a vector of tokens."""
     g = tl.load(gate + gate_at, mask=mask, other=0.0).to(tl.float32)
     b = tl.load(beta + beta_at, mask=mask, other=0.0).to(tl.float32)
     if RAW:
         g = log_decay(g, tl.load(A_log + head).to(tl.float32), tl.load(dt_bias + head).to(tl.float32))
-        b = sigmoid(b)
+        b = 1.0 / (1.0 + tl.exp(-b))
     return g, b
-
-
-@triton.jit
-def _with(pieces, piece):
-    return pieces + (piece,)  # noqa: RUF005
 
 
 @triton.jit
@@ -64,7 +54,7 @@ def load_pieces(
     for i in tl.static_range(PIECES):
         mask = (columns + i * INNER < WIDTH) & rows
         piece = tl.load(at + i * INNER, mask=mask, other=0.0, eviction_policy=EVICT)
-        pieces = _with(pieces, piece.to(tl.float32))
+        pieces = pieces + (piece.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     return pieces
 
 
@@ -84,7 +74,7 @@ def store_pieces(
 def select_pieces(condition, yes, no, PIECES: tl.constexpr):
     pieces = ()
     for i in tl.static_range(PIECES):
-        pieces = _with(pieces, tl.where(condition, yes[i], no[i]))
+        pieces = pieces + (tl.where(condition, yes[i], no[i]),)  # type: ignore[assignment]  # noqa: RUF005
     return pieces
 
 
@@ -112,5 +102,5 @@ def delta_step(state, q, k, v, scale, alpha, beta, PIECES: tl.constexpr):
     update = (delta * k_factor)[:, None]
     new = ()
     for i in tl.static_range(PIECES):
-        new = _with(new, alpha * state[i] + update * k[i][None, :])
+        new = new + (alpha * state[i] + update * k[i][None, :],)  # type: ignore[assignment]  # noqa: RUF005
     return new, o
