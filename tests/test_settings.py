@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from qwen35.domain.errors import ConfigurationError, UnknownNameError
-from qwen35.settings import Settings, load_settings
+from qwen35.settings import LaunchEnvironment, Settings, launch_environment, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -61,3 +61,37 @@ def test_given_settings_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -
     base = Settings(conv="x")
     monkeypatch.setenv("QWEN35_CONV", "y")
     assert load_settings(base, gdn_decode="z").conv == "x"
+
+
+LAUNCH = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+
+
+def launched(monkeypatch: pytest.MonkeyPatch, *values: str | None) -> LaunchEnvironment:
+    for name, value in zip(LAUNCH, values, strict=True):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    return launch_environment()
+
+
+def test_a_launchers_environment_is_read_and_none_is_one_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert launched(monkeypatch, None, "3", None) == LaunchEnvironment(rank=0, world_size=1, local_rank=0)
+    assert launched(monkeypatch, "1", None, None) == LaunchEnvironment()
+    assert launched(monkeypatch, "8", "5", "1") == LaunchEnvironment(rank=5, world_size=8, local_rank=1)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        (("two", "0", "0"), "WORLD_SIZE must be a whole number at least 1, .*got 'two'"),
+        (("0", "0", "0"), "WORLD_SIZE must be a whole number at least 1, .*got '0'"),
+        (("2", None, "0"), "RANK must be a whole number in 0..1, .*got ''"),
+        (("2", "2", "0"), "RANK must be a whole number in 0..1, .*got '2'"),
+        (("2", "1", "-1"), "LOCAL_RANK must be a whole number in 0..1, .*got '-1'"),
+    ],
+)
+def test_a_launchers_environment_that_cannot_be_is_refused_by_name(
+    monkeypatch: pytest.MonkeyPatch, values: tuple[str | None, ...], named: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        launched(monkeypatch, *values)

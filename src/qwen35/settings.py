@@ -7,6 +7,7 @@ directory, then the defaults below. Settings are frozen; the container reads the
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import Field, ValidationError, field_validator
@@ -80,6 +81,39 @@ def load_settings(base: Settings | None = None, **overrides: Any) -> Settings:
         return Settings(**values)
     except ValidationError as exc:
         raise _translated(exc) from exc
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchEnvironment:
+    """What a launcher such as torchrun told this process: one of ``world_size``, ``local_rank`` on its host."""
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+
+
+def launch_environment() -> LaunchEnvironment:
+    """From WORLD_SIZE, RANK and LOCAL_RANK; without WORLD_SIZE one process by itself.
+
+    Raises ``ConfigurationError`` naming the variable that is missing or not a number in its range.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        return LaunchEnvironment()
+    size = _launch_number("WORLD_SIZE", least=1)
+    if size == 1:
+        return LaunchEnvironment()
+    rank, local = _launch_number("RANK", most=size - 1), _launch_number("LOCAL_RANK", most=size - 1)
+    return LaunchEnvironment(rank=rank, world_size=size, local_rank=local)
+
+
+def _launch_number(variable: str, least: int = 0, most: int | None = None) -> int:
+    text = os.environ.get(variable, "")
+    if text.isdecimal() and least <= int(text) and (most is None or int(text) <= most):
+        return int(text)
+    allowed = f"at least {least}" if most is None else f"in {least}..{most}"
+    raise ConfigurationError(
+        f"environment variable {variable} must be a whole number {allowed}, as torchrun sets it, got {text!r}"
+    )
 
 
 def _refuse_unknown_variables() -> None:

@@ -11,12 +11,13 @@ import typer
 
 from qwen35.cli import parse
 from qwen35.cli.house import DEVICE_HELP, settings_in_force
+from qwen35.cli.launch import joined
 from qwen35.cli.screen import errors, output
 from qwen35.domain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from qwen35.container import Container
-    from qwen35.model import Generation, Model, Sampling
+    from qwen35.model import Generation, Model, Sampling, TensorParallel
     from qwen35.settings import Settings
 
 SCHEMA = 1
@@ -42,6 +43,18 @@ class Comparison:
     steps: tuple[StepError, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run gave: who served the latest call of each phase of the gated delta rule, which adapter of the fused
+    finalize the ranks agreed on (None: none was used), and among how many ranks."""
+
+    result: Generation
+    served_by: dict[str, str]
+    finalized_by: str | None
+    ranks: int
+    comparison: Comparison | None
+
+
 def generate(
     checkpoint: Path = typer.Argument(help="Checkpoint folder: config.json, safetensors, perhaps tokenizer.json."),
     prompt: str = typer.Option("", help="Text to continue; the checkpoint needs a tokenizer.json."),
@@ -55,33 +68,57 @@ def generate(
     gdn_extend: str = typer.Option("", help="Adapter for prefill."),
     gdn_verify: str = typer.Option("", help="Adapter for verify."),
     conv: str = typer.Option("", help="Adapter of the short convolution."),
+    finalize: str = typer.Option("", help="Adapter of the fused finalize, among ranks that torchrun started; or off."),
     device: str = typer.Option("", help=DEVICE_HELP),
     dtype: str = typer.Option("", help="float32, bfloat16, float16; default: bfloat16 on a GPU, else float32."),
     compare: str = typer.Option("", help="Run this adapter of the gated delta rule on the same tokens, compare."),
     logits: Path | None = typer.Option(None, help="Write the logits of every step to this safetensors file."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
-    """Continue a prompt; with --compare, say where another adapter would have chosen another token."""
-    from qwen35.container import build
+    """Continue a prompt; with --compare, say where another adapter would have chosen another token.
+
+    Started by torchrun, the ranks share the model: torchrun --nproc-per-node 2 -m qwen35 generate ...
+    """
     from qwen35.model import Sampling
 
     given = prompt_of(prompt, token_ids)
-    settings = settings_in_force(
-        device, gdn_decode=gdn_decode, gdn_extend=gdn_extend, gdn_verify=gdn_verify, conv=conv, dtype=dtype
-    )
+    chosen = settings_in_force(
+        device, gdn_decode=gdn_decode, gdn_extend=gdn_extend, gdn_verify=gdn_verify, conv=conv, finalize=finalize,
+        dtype=dtype,
+    )  # fmt: skip
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
-    container = build(settings)
-    second = None if not compare else build(settings, **gated_delta_rule_by(compare))
-    result = run(container, settings, checkpoint, given, max_new_tokens, sampling)
+    with joined(chosen) as (settings, ranks):
+        report = generate_and_compare(settings, ranks, checkpoint, given, max_new_tokens, sampling, compare)
+    if ranks.rank:
+        return
     if logits is not None:
-        save_logits(result, logits)
-    comparison = None
-    if second is not None:
-        comparison = compare_with(second, settings, checkpoint, result, sampling, compare)
+        save_logits(report.result, logits)
     if as_json:
-        typer.echo(json.dumps(document(container, result, comparison), indent=1, allow_nan=False))
+        typer.echo(json.dumps(document(report), indent=1, allow_nan=False))
     else:
-        show(container, result, comparison)
+        show(report)
+
+
+def generate_and_compare(
+    settings: Settings, ranks: TensorParallel, checkpoint: Path, prompt: str | tuple[int, ...],
+    max_new_tokens: int, sampling: Sampling, compare: str,
+) -> Report:  # fmt: skip
+    """The generation and, where ``compare`` names an adapter, the comparison with it. All ranks call this."""
+    from qwen35.container import build
+
+    containers = [build(settings)]
+    if compare:
+        containers.append(build(settings, **gated_delta_rule_by(compare)))
+    try:
+        result = run(containers[0], settings, checkpoint, prompt, max_new_tokens, sampling, ranks)
+        comparison = None
+        if compare:
+            model = load(containers[1], settings, checkpoint, ranks)
+            comparison = compare_with(model, settings, result, sampling, compare)
+        return Report(result, served_by(containers[0]), finalized_by(containers[0], ranks), ranks.size, comparison)
+    finally:
+        for container in containers:
+            container.finalize().close()
 
 
 def prompt_of(prompt: str, token_ids: str) -> str | tuple[int, ...]:
@@ -103,21 +140,29 @@ def gated_delta_rule_by(adapter: str) -> dict[str, Any]:
     return {"gdn_decode": adapter, "gdn_extend": adapter, "gdn_verify": adapter}
 
 
-def load(container: Container, settings: Settings, checkpoint: Path) -> Model:
-    """The checkpoint on the container's services."""
-    from qwen35.model import load_model
+def load(
+    container: Container, settings: Settings, checkpoint: Path, ranks: TensorParallel | None = None
+) -> Model:
+    """The checkpoint on the container's services; ``ranks`` None: on this process alone."""
+    from qwen35.model import TensorParallel, load_model
 
     platform = container.platform()
     return load_model(
         checkpoint, gated_delta_rule=container.gated_delta_rule(),
-        short_convolution=container.short_convolution(), device=platform.device,
-        dtype=parse.token_dtype(settings.dtype, platform.device_type), quiet=not errors().is_terminal,
+        short_convolution=container.short_convolution(), finalize=container.finalize(),
+        tensor_parallel=ranks or TensorParallel(), device=platform.device,
+        dtype=parse.token_dtype(settings.dtype, platform.device_type), quiet=_quiet(ranks),
     )  # fmt: skip
+
+
+def _quiet(ranks: TensorParallel | None) -> bool:
+    """One bar, on a terminal."""
+    return (ranks is not None and ranks.rank > 0) or not errors().is_terminal
 
 
 def run(
     container: Container, settings: Settings, checkpoint: Path, prompt: str | tuple[int, ...],
-    max_new_tokens: int, sampling: Sampling,
+    max_new_tokens: int, sampling: Sampling, ranks: TensorParallel | None = None,
 ) -> Generation:  # fmt: skip
     """Load and generate, keeping the logits of every step."""
     from qwen35.model import GenerateOptions
@@ -125,26 +170,24 @@ def run(
 
     options = GenerateOptions(
         max_new_tokens=max_new_tokens, sampling=sampling, state_dtype=parse.state_dtype(settings.state_dtype),
-        logits=True, quiet=not errors().is_terminal,
+        logits=True, quiet=_quiet(ranks),
     )  # fmt: skip
-    return continue_prompts(load(container, settings, checkpoint), [prompt], options)[0]
+    return continue_prompts(load(container, settings, checkpoint, ranks), [prompt], options)[0]
 
 
-def compare_with(
-    container: Container, settings: Settings, checkpoint: Path, first: Generation, sampling: Sampling, name: str
-) -> Comparison:
-    """Give ``container``'s adapters the tokens of ``first``; compare every step's logits and choice.
+def compare_with(model: Model, settings: Settings, first: Generation, sampling: Sampling, name: str) -> Comparison:
+    """Give ``model``, on the adapter called ``name``, the tokens of ``first``; compare each step's logits and choice.
 
     The draws are those of the first run, so up to the first difference this is what the second run would do.
     """
     from qwen35.model import Session
     from qwen35.model.sampling import choose
 
-    model = load(container, settings, checkpoint)
+    state_dtype = parse.state_dtype(settings.state_dtype)
+    model.prepare(max_batch=1, max_tokens=len(first.prompt), state_dtype=state_dtype)
     session = Session(
-        model, slots=1, max_length=len(first.prompt) + len(first.tokens),
-        state_dtype=parse.state_dtype(settings.state_dtype),
-    )  # fmt: skip
+        model, slots=1, max_length=len(first.prompt) + len(first.tokens), state_dtype=state_dtype
+    )
     slot, generators = session.open(), sampling.generators(1)
     logits = session.extend([slot], [first.prompt])
     steps, difference, other = [], None, None
@@ -183,19 +226,30 @@ def served_by(container: Container) -> dict[str, str]:
     return {str(d.phase): d.adapter for d in container.gated_delta_rule().decisions}
 
 
-def document(container: Container, result: Generation, comparison: Comparison | None) -> dict[str, Any]:
+def finalized_by(container: Container, ranks: TensorParallel) -> str | None:
+    """The adapter that served fused calls of these ranks, None where none did."""
+    choice = container.finalize().choice
+    served = container.counters().total("calls", port="finalize_fusion")
+    return choice.name if ranks.divided and served and choice is not None else None
+
+
+def document(report: Report) -> dict[str, Any]:
     """What ``--json`` prints."""
+    result = report.result
     return {
         "schema": SCHEMA, "kind": "generate", "prompt": list(result.prompt), "tokens": list(result.tokens),
-        "finish": result.finish, "text": result.text, "served_by": served_by(container),
-        "compare": None if comparison is None else asdict(comparison),
+        "finish": result.finish, "text": result.text, "served_by": report.served_by, "ranks": report.ranks,
+        "finalized_by": report.finalized_by,
+        "compare": None if report.comparison is None else asdict(report.comparison),
     }  # fmt: skip
 
 
-def show(container: Container, result: Generation, comparison: Comparison | None) -> None:
+def show(report: Report) -> None:
     """The continuation, who served it, and the comparison."""
-    served = served_by(container)
+    served, result, comparison = report.served_by, report.result, report.comparison
     typer.echo(f"served by  decode: {served['decode']}, extend: {served['extend']}")
+    if report.ranks > 1:
+        typer.echo(f"ranks      {report.ranks}, fused finalize: {report.finalized_by or 'not used'}")
     typer.echo(f"tokens     {', '.join(map(str, result.tokens))} ({result.finish})")
     if result.text is not None:
         typer.echo(result.text)

@@ -1,0 +1,68 @@
+"""``torchrun -m qwen35 generate``: the ranks share the model, and one of them speaks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import load_file
+
+from model.model_checkpoints import build
+
+WORDS = ("--token-ids", "5,17,200,3,90", "--max-new-tokens", "4", "--device", "cpu")
+REFERENCE = ("--gdn-decode", "reference", "--gdn-extend", "reference", "--gdn-verify", "reference",
+             "--conv", "reference")  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
+    """A mixture whose heads two ranks can share."""
+    folder = tmp_path_factory.mktemp("shared")
+    build("moe", seed).save_pretrained(folder)
+    return folder
+
+
+def torchrun(folder: Path, checkpoint: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qwen35", "generate")
+    environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *launcher, *map(str, (checkpoint, *WORDS, *words))], cwd=folder, env=environment, timeout=240,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+
+def test_two_ranks_generate_and_compare_as_one_process_does_and_print_once(
+    run: Any, checkpoint: Path, tmp_path: Path, seed: int
+) -> None:
+    files = [tmp_path / "two.safetensors", tmp_path / "one.safetensors"]
+    words = (*REFERENCE, "--finalize", "reference", "--compare", "reference64")
+    result = torchrun(tmp_path, checkpoint, *words, "--logits", files[0])
+    assert result.returncode == 0, result.stderr
+    for line in ("served by ", "ranks      2, fused finalize: reference", "reference64 on the same tokens"):
+        assert result.stdout.count(line) == 1, result.stdout
+    alone = run("generate", checkpoint, *WORDS, *REFERENCE, "--logits", files[1], "--json")
+    report = json.loads(alone.stdout)
+    assert (report["ranks"], report["finalized_by"]) == (1, None)
+    two, one = (load_file(file) for file in files)
+    assert str(two["tokens"].tolist())[1:-1] in result.stdout
+    # Wiring, not rounding: the prompt is fixed and the weights are not, so a step may be an unsteady one.
+    same = 1 + int((two["tokens"] == one["tokens"]).long().cumprod(0)[:-1].sum())
+    errors = (two["logits"] - one["logits"])[:same].norm(dim=-1) / one["logits"][:same].norm(dim=-1)
+    assert errors.max() < 1e-2, f"seed {seed}: {errors}"
+
+
+def test_a_refusal_ends_every_rank(run: Any, checkpoint: Path) -> None:
+    launch = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
+    for words, environment, said in (
+        (("--device", "cuda:1"), launch, "each takes a GPU of its own"),
+        (("--device", "cpu"), {**launch, "RANK": "2"}, "RANK must be a whole number in 0..1"),
+        (("--device", "cpu", "--finalize", "refrence"), {}, "Did you mean 'reference'?"),
+    ):
+        result = run("generate", checkpoint, "--token-ids", "1", *words, env=environment)
+        assert result.exit_code == 2, result.output
+        assert said in result.stderr, result.stderr
