@@ -30,7 +30,7 @@ def ranks_of(ranked: Ranked) -> TensorParallel:
     return TensorParallel(group=ranked.group, size=ranked.size, rank=ranked.rank)
 
 
-def load_on(container: Container, directory: Path, ranks: TensorParallel, device: str = "cpu") -> Model:
+def load_on(container: Container, directory: Path, ranks: TensorParallel, device: str) -> Model:
     return load_model(
         directory, gated_delta_rule=container.gated_delta_rule(), short_convolution=container.short_convolution(),
         finalize=container.finalize(), tensor_parallel=ranks, device=device, dtype=torch.float32, quiet=True,
@@ -57,11 +57,11 @@ def model_passes(
     """The passes on the ranks of the pool, with the finalize that ``finalize`` names."""
     container = build(device=ranked.device, finalize=finalize, checked=checked, **REFERENCE)
     try:
-        model = load_on(container, directory, ranks_of(ranked))
+        model = load_on(container, directory, ranks_of(ranked), ranked.device)
         tokens = sum(map(len, prompts))
         model.prepare(max_batch=len(prompts), max_tokens=tokens)
         model.prepare(max_batch=len(prompts), max_tokens=2 * tokens)
-        logits = run_passes(model, prompts, decodes)
+        logits = run_passes(model, prompts, decodes).cpu()
         counters, choice = container.counters(), container.finalize().choice
         kinds = ("finalize", "all-reduce")
         name = None if choice is None else choice.name
@@ -78,14 +78,14 @@ def model_passes(
 def weights_of(ranked: Ranked, directory: Path) -> dict[str, Tensor]:
     """This rank's weights."""
     container = build(device="cpu", finalize="off", **REFERENCE)
-    return dict(load_on(container, directory, ranks_of(ranked)).state_dict())
+    return dict(load_on(container, directory, ranks_of(ranked), "cpu").state_dict())
 
 
 def refusal(ranked: Ranked, directory: Path) -> str:
     """What loading a spoilt checkpoint says on this rank."""
     container = build(device="cpu", finalize="off", **REFERENCE)
     try:
-        load_on(container, directory, ranks_of(ranked))
+        load_on(container, directory, ranks_of(ranked), "cpu")
     except CheckpointError as exc:
         return str(exc)
     return ""

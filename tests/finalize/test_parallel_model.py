@@ -118,6 +118,19 @@ def test_unfused_ranks_give_the_logits_of_one_process(
         assert "fusion requires the finalize setting, which is off" in result.reasons
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("finalize", ["auto", "reference", "off"])
+def test_two_gpus_give_the_logits_of_one_process_on_the_cpu(
+    two_gpus: Pool, single: tuple[str, Path, list[list[int]], Tensor], finalize: str, seed: int
+) -> None:
+    kind, directory, prompts, want = single
+    results = two_gpus.run(model_passes, directory, prompts, DECODES, finalize, False)
+    assert torch.equal(results[0].logits, results[1].logits), f"{kind}, seed {seed}: ranks differ"
+    assert worst_error(results[0].logits, want) < 10 * TOLERANCE, f"{kind}, seed {seed}"
+    fused = finalize != "off" and bool(MIXTURES[kind])
+    assert bool(results[0].calls["finalize"]) == fused, f"{results[0].adapter}: {results[0].reasons}"
+
+
 def test_ranks_hold_pieces_that_make_up_the_checkpoint(
     two_ranks: Pool, single: tuple[str, Path, list[list[int]], Tensor]
 ) -> None:
@@ -153,4 +166,4 @@ def test_a_weight_that_one_rank_alone_finds_bad_is_an_error_on_both(
     first, second = two_ranks.run(refusal, tmp_path)
     assert "up_proj.weight" in second
     assert "has NaN" in second
-    assert first == f"rank 1: {second}"
+    assert first == f"another rank could not load its share: rank 1: {second}"

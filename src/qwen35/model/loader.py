@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from itertools import groupby
 from os import PathLike
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qwen35.domain.errors import CheckpointError, ConfigurationError
+from qwen35.domain.errors import CheckpointError, ConfigurationError, Qwen35Error
 from qwen35.model.config import TextConfig, read_config
 from qwen35.model.manifest import Source, match
 from qwen35.model.model import ALONE, Model
@@ -19,7 +20,7 @@ from qwen35.model.parallel import TensorParallel
 from qwen35.model.progress import progress_bar
 from qwen35.model.safetensors_files import list_tensors, opened
 from qwen35.model.sharding import piece_of, shard_config
-from qwen35.model.tokenizer import find_tokenizer
+from qwen35.model.tokenizer import Tokenizer, find_tokenizer
 from qwen35.model.weights import WeightSpec, weight_table
 from qwen35.ports.gated_delta_rule import GatedDeltaRule
 from qwen35.ports.short_convolution import ShortConvolution
@@ -53,25 +54,57 @@ def load_model(
     anything that does not fit, and leaves nothing behind.
 
     With ``tensor_parallel`` ranks every one of them calls this together, on its own ``device``, and reads its share
-    of the weights; an error on one is an error on all, as ``CheckpointError``. ``finalize`` may then fuse the sums
+    of the weights; an error on one rank is a ``CheckpointError`` on the others. ``finalize`` may then fuse the sums
     over ranks. Raises ``ConfigurationError`` where heads or widths cannot be divided.
     """
-    path = Path(directory)
+    target = torch.device(device)
+    loaded = _together(tensor_parallel, lambda: _load(Path(directory), tensor_parallel, target, dtype, quiet))
+    with torch.device("meta"):
+        model = Model(
+            loaded.config, gated_delta_rule=gated_delta_rule, short_convolution=short_convolution, finalize=finalize,
+            tensor_parallel=tensor_parallel, tokenizer=loaded.tokenizer,
+        )  # fmt: skip
+    model.load_state_dict(loaded.weights, strict=True, assign=True)
+    return model.to(target).eval()
+
+
+@dataclass(frozen=True, slots=True)
+class _Loaded:
+    config: TextConfig
+    tokenizer: Tokenizer | None
+    weights: dict[str, Tensor]
+
+
+def _load(
+    path: Path, ranks: TensorParallel, device: torch.device, dtype: torch.dtype | None, quiet: bool
+) -> _Loaded:
+    """What the directory holds, of the weights this rank's share."""
     config = read_config(path)
     chosen = _dtype(config, dtype)
-    target = torch.device(device)
-    shard_config(config, tensor_parallel.size)  # sizes that do not divide are refused before anything is read
+    shard_config(config, ranks.size)  # sizes that do not divide are refused before anything is read
     table = weight_table(config)
     sources = match(table, list_tensors(path), config.tied)
     tokenizer = find_tokenizer(path)
-    weights = _read_together(tensor_parallel, table, sources, target, chosen, quiet)
-    with torch.device("meta"):
-        model = Model(
-            config, gated_delta_rule=gated_delta_rule, short_convolution=short_convolution, finalize=finalize,
-            tensor_parallel=tensor_parallel, tokenizer=tokenizer,
-        )  # fmt: skip
-    model.load_state_dict(weights, strict=True, assign=True)
-    return model.to(target).eval()
+    return _Loaded(config, tokenizer, _Reader(ranks, table, device, chosen).read(sources, quiet))
+
+
+def _together(ranks: TensorParallel, load: Callable[[], _Loaded]) -> _Loaded:
+    """``load()`` on every rank, or an error on all: each checks only what it reads, and none is left waiting."""
+    if ranks.group is None:
+        return load()
+    loaded: _Loaded | None = None
+    error: Exception | None = None
+    try:
+        loaded = load()
+    except (Qwen35Error, RuntimeError, OSError) as exc:  # a device that is full among them
+        error = exc
+    found = GroupAgreement(ranks.group).exchange(None if error is None else str(error))
+    if error is not None:
+        raise error
+    told = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
+    if told or loaded is None:
+        raise CheckpointError(f"another rank could not load its share: {'; '.join(told)}")
+    return loaded
 
 
 def _dtype(config: TextConfig, dtype: torch.dtype | None) -> torch.dtype:
@@ -82,28 +115,6 @@ def _dtype(config: TextConfig, dtype: torch.dtype | None) -> torch.dtype:
     if dtype not in DTYPES.values():
         raise ConfigurationError(f"dtype must be one of {', '.join(DTYPES)}, got {dtype}")
     return dtype
-
-
-def _read_together(
-    ranks: TensorParallel, table: Mapping[str, WeightSpec], sources: list[Source], device: torch.device,
-    dtype: torch.dtype, quiet: bool,
-) -> dict[str, Tensor]:  # fmt: skip
-    """Every weight of this rank. Each rank checks what it reads, so they tell one another what they found."""
-    if ranks.group is None:
-        return _Reader(ranks, table, device, dtype).read(sources, quiet)
-    weights: dict[str, Tensor] = {}
-    error: CheckpointError | None = None
-    try:
-        weights = _Reader(ranks, table, device, dtype).read(sources, quiet)
-    except CheckpointError as exc:
-        error = exc
-    found = GroupAgreement(ranks.group).exchange(None if error is None else str(error))
-    if error is not None:
-        raise error
-    told = [f"rank {rank}: {text}" for rank, text in enumerate(found) if text is not None]
-    if told:
-        raise CheckpointError("; ".join(told))
-    return weights
 
 
 class _Reader:
