@@ -1,4 +1,4 @@
-"""Aligned copies of parameters, at addresses that captured graphs may keep."""
+"""Aligned and, where a kernel wants it, converted copies of parameters, at addresses that captured graphs may keep."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qwen35.services.scratch import empty_aligned
 #: Copies that are laid out ahead, so that a parameter first seen inside capture has a place: two for each of 64 layers.
 AHEAD = 128
 
-_Key = tuple[int, torch.dtype, int]
+_Key = tuple[int, torch.dtype, int, torch.dtype]
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class _Copy:
 
 
 class ParameterCopies:
-    """One copy for each parameter, found by address, dtype and size.
+    """One copy for each parameter and dtype wanted, found by address, dtype and size.
 
     The source is retained, so its address cannot be reused by another parameter while the copy lives. Version
     counters are not consulted: engines reload with ``param.data.copy_``, which does not move them.
@@ -52,16 +52,18 @@ class ParameterCopies:
         arena = empty_aligned((AHEAD, row), torch.uint8, device, self._alignment)
         self._free = list(arena.unbind(0))
 
-    def take(self, source: Tensor, capturing: bool) -> Tensor:
-        """The copy of ``source`` [HV].
+    def take(self, source: Tensor, capturing: bool, dtype: torch.dtype | None = None) -> Tensor:
+        """The copy of ``source`` [HV], in ``dtype`` (None: its own); it asks for no gradient.
 
         One that was first asked for inside capture is filled by the graph's replays, and filled at once before an
         eager caller gets it.
         """
-        key = (source.data_ptr(), source.dtype, source.numel())
+        wanted = dtype or source.dtype
+        key = (source.data_ptr(), source.dtype, source.numel(), wanted)
         copy = self._copies.get(key)
         if copy is None:
-            copy = self._copies[key] = _Copy(source, self._place(source, capturing), filled=False)
+            place = self._place(source, wanted, capturing)
+            copy = self._copies[key] = _Copy(source.detach(), place, filled=False)
         if not copy.filled:
             copy.aligned.copy_(copy.source)
             copy.filled = not capturing
@@ -78,10 +80,10 @@ class ParameterCopies:
         """Free everything."""
         self._copies, self._free = {}, []
 
-    def _place(self, source: Tensor, capturing: bool) -> Tensor:
-        nbytes = source.numel() * source.element_size()
+    def _place(self, source: Tensor, dtype: torch.dtype, capturing: bool) -> Tensor:
+        nbytes = source.numel() * dtype.itemsize
         if self._free and self._free[-1].numel() >= nbytes:
-            return self._free.pop()[:nbytes].view(source.dtype).view(source.shape)
+            return self._free.pop()[:nbytes].view(dtype).view(source.shape)
         if capturing:
             raise CaptureError("a parameter first seen inside capture has no place for its copy: run it once before")
-        return empty_aligned(source.shape, source.dtype, source.device, self._alignment)
+        return empty_aligned(source.shape, dtype, source.device, self._alignment)

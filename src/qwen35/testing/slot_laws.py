@@ -110,7 +110,12 @@ def _token_order(case: Case[Any], turn: list[int], device: torch.device) -> Tens
 
 
 def permuted(parts: Parts, case: Case[Any], turn: list[int], tokens: Tensor) -> Parts:
-    """The same call with its sequences in the order ``turn``, over the same pool."""
+    """The same call with its sequences in the order ``turn``, over the same pool and in the same views.
+
+    Strides stay: a kernel may sum in another order where it can load in another width.
+    """
+    for values in parts.tokens.values():
+        values.copy_(values[tokens])
     index = torch.tensor(turn, dtype=torch.int64, device=tokens.device)
 
     def pick(values: Tensor | None) -> Tensor | None:
@@ -122,7 +127,6 @@ def permuted(parts: Parts, case: Case[Any], turn: list[int], tokens: Tensor) -> 
     lengths = tuple(case.lengths[s] for s in turn) if case.lengths else ()
     return replace(
         parts,
-        tokens={name: t[tokens] for name, t in parts.tokens.items()},
         slots=parts.slots[index], write_slots=pick(parts.write_slots), out=None, fresh=pick(parts.fresh),
         cu_seqlens=None if parts.cu_seqlens is None else parts.cu_seqlens.new_tensor(
             replace(case, lengths=lengths).offsets

@@ -15,6 +15,7 @@ from qwen35.adapters.flashinfer.admission import StepCall, key_of, misaligned, t
 from qwen35.adapters.flashinfer.behaviour import measure_decode, measure_verify
 from qwen35.adapters.flashinfer.capabilities import capabilities_of
 from qwen35.adapters.flashinfer.mends import (
+    ALIGNMENT,
     SOFTPLUS_LIMIT,
     Behaviour,
     Mend,
@@ -24,7 +25,7 @@ from qwen35.adapters.flashinfer.mends import (
     step_reasons,
     verify_mend,
 )
-from qwen35.adapters.flashinfer.parameters import ParameterCopies
+from qwen35.adapters.flashinfer.parameters import float32
 from qwen35.adapters.flashinfer.prefill import Prefill
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.adapters.flashinfer.steps import Step, run_decode, run_verify
@@ -44,6 +45,7 @@ from qwen35.ports.gated_delta_rule import (
 )
 from qwen35.ports.gdn_checks import call_geometry, check_commit, check_decode, check_extend, check_verify
 from qwen35.ports.support import call_support, plan_support
+from qwen35.services.parameter_copies import ParameterCopies
 
 #: Admitted calls that are remembered; a serving engine has a few hundred shapes.
 MAX_ADMITTED = 4096
@@ -75,7 +77,7 @@ class FlashInferGatedDeltaRule:
         self.capabilities = capabilities_of(kernels, platform)
         self._kernels, self._rows = kernels, rows
         self._platform, self._split = platform, options.prefill_split
-        self._scratch, self._parameters = Scratch(), ParameterCopies()
+        self._scratch, self._parameters = Scratch(), ParameterCopies(ALIGNMENT)
         self._prefill = Prefill(kernels, rows, self._scratch)
         self._plans: dict[tuple[object, ...], GdnPlan] = {}
         self._measured: dict[tuple[object, ...], Behaviour] = {}
@@ -111,6 +113,7 @@ class FlashInferGatedDeltaRule:
         tokens, heads = max(1, plan.max_draft), plan.geometry.value_heads
         if plan.max_draft:
             self._behaviour(Phase.VERIFY, plan)
+        self._parameters.reserve(heads * 4, plan.device)
         for name in ("read", "write"):
             self._scratch.reserve(name, (plan.max_batch,), torch.int64, plan.device)
         self._scratch.reserve("a", (plan.max_batch, tokens, heads), plan.token_dtype, plan.device)
@@ -186,7 +189,7 @@ class FlashInferGatedDeltaRule:
         self._closed = True
         self._admitted.clear()
         self._scratch.release()
-        self._parameters.release()
+        self._parameters.close()
 
     def _admit(self, call: StepCall) -> _Admitted:
         """Check ``call`` once for each set of shapes; addresses every time."""
@@ -232,8 +235,8 @@ class FlashInferGatedDeltaRule:
         tokens = (call.q, call.k, call.v, gates.a, gates.b)
         q, k, v, a, b = tokens if axis is None else tuple(t.unsqueeze(axis) for t in tokens)
         return Step(
-            q=q, k=k, v=v, a=a, b=b, A_log=self._parameters.float32("A_log", gates.A_log),
-            dt_bias=self._parameters.float32("dt_bias", gates.dt_bias), slots=call.slots,
+            q=q, k=k, v=v, a=a, b=b, A_log=float32(self._parameters, gates.A_log),
+            dt_bias=float32(self._parameters, gates.dt_bias), slots=call.slots,
             scale=call.q.shape[-1] ** -0.5 if call.scale is None else call.scale, out=out,
         )  # fmt: skip
 

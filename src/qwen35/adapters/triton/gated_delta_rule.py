@@ -105,6 +105,8 @@ class TritonGatedDeltaRule:
         """Whether ``call`` would be honoured, with every reason against it. Launches nothing."""
         reasons = list(call_support(self.capabilities, call).reasons)
         reasons += _width_reasons(call.states.shape[-1])
+        if isinstance(call, ExtendCall) and not self._interpreted:
+            reasons += _product_reasons(call)
         if isinstance(call, VerifyCall | CommitCall):
             got = dtype_name(call.intermediates.dtype)
             if got not in _STATE_DTYPES:
@@ -137,7 +139,7 @@ class TritonGatedDeltaRule:
                 sequences, heads, call.q.shape[-1], value_width, dot.itemsize, self._launch.shared_bytes(device)
             )
             scratch = self._scratch.cut(heads, tokens, dot, device, _capturing(device))
-            self._extend.launch_extend(call, out, checkpoints, scratch, config)
+            self._extend.launch_extend(self._aligned(call), out, checkpoints, scratch, config)
         return ExtendResult(out=out, checkpoints=checkpoints)
 
     def verify(self, call: VerifyCall) -> Tensor:
@@ -170,27 +172,39 @@ class TritonGatedDeltaRule:
         if self._closed:
             raise ClosedError("this adapter was closed; make another one")
 
+    def _aligned(self, call: ExtendCall) -> ExtendCall:
+        """``call``, or the same over dense copies of bfloat16 tokens whose rows do not start at 16 bytes.
+
+        Triton 3.6 gives wrong results, and reads past shared memory, where operands of a bfloat16 product in a loop
+        cannot be copied asynchronously (docs/upstream.md).
+        """
+        tokens = (call.q, call.k, call.v)
+        if self._interpreted or call.q.dtype is not torch.bfloat16 or self._scratch_rules.wide(*tokens):
+            return call
+        most = self._planned(call).max_tokens
+        q, k, v = self._scratch.dense(tokens, most, _capturing(call.states.device))
+        return replace(call, q=q, k=k, v=v)
+
     def _tile(self, call: DecodeCall | VerifyCall) -> DecodeConfig:
         return self._config.decode_config(call.q.shape[-1], call.v.shape[-1], call.states.element_size())
+
+    def _planned(self, call: DecodeCall | ExtendCall | VerifyCall) -> GdnPlan:
+        """The plan for calls of this kind: one that was admitted has it."""
+        return self._plans[_kind(_least(call))]
 
     def _cover(self, call: GdnCall) -> None:
         """Check the call against the plan; a larger one is planned again, or refused inside capture."""
         if isinstance(call, CommitCall):
             return
-        batch = call.slots.shape[0]
-        tokens = call.q.shape[0] if isinstance(call, ExtendCall) else 0
-        draft = call.q.shape[1] if isinstance(call, VerifyCall) else 0
-        wanted = GdnPlan(
-            geometry=call_geometry(call), state_dtype=call.states.dtype, token_dtype=call.q.dtype,
-            device=call.states.device, max_batch=batch, max_tokens=tokens, max_draft=draft,
-        )  # fmt: skip
+        wanted = _least(call)
         plan = self._plans.get(_kind(wanted))
         if plan is not None and all(need <= have for need, have in zip(_sizes(wanted), _sizes(plan), strict=True)):
             return
         if _capturing(wanted.device):
             raise CaptureError(
-                f"{type(call).__name__} of {batch} rows, {tokens} tokens and {draft} draft tokens is not covered by "
-                f"{'any plan' if plan is None else plan}; prepare a plan that covers it before capture"
+                f"{type(call).__name__} of {wanted.max_batch} rows, {wanted.max_tokens} tokens and {wanted.max_draft} "
+                f"draft tokens is not covered by {'any plan' if plan is None else plan}; "
+                "prepare a plan that covers it before capture"
             )
         self._adopt(wanted)
 
@@ -205,6 +219,16 @@ class TritonGatedDeltaRule:
             size = self._scratch_rules.scratch_bytes(plan.geometry.value_heads, plan.max_tokens, dot)
             self._scratch.reserve(size, plan.device)
         self._plans[_kind(plan)] = plan
+
+
+def _least(call: DecodeCall | ExtendCall | VerifyCall) -> GdnPlan:
+    """The smallest plan that covers ``call``."""
+    return GdnPlan(
+        geometry=call_geometry(call), state_dtype=call.states.dtype, token_dtype=call.q.dtype,
+        device=call.states.device, max_batch=call.slots.shape[0],
+        max_tokens=call.q.shape[0] if isinstance(call, ExtendCall) else 0,
+        max_draft=call.q.shape[1] if isinstance(call, VerifyCall) else 0,
+    )  # fmt: skip
 
 
 def _kind(plan: GdnPlan) -> tuple[object, ...]:
@@ -222,6 +246,18 @@ def _capturing(device: torch.device) -> bool:
 def _output(v: Tensor, out: Tensor | None) -> Tensor:
     """A dense [..., HV, V] like ``v`` where the call brings no ``out``."""
     return v.new_empty(v.shape) if out is None else out
+
+
+def _product_reasons(call: ExtendCall) -> tuple[str, ...]:
+    """Dense rows of bfloat16 tokens must start at 16 bytes; see ``TritonGatedDeltaRule._aligned``."""
+    if call.q.dtype is not torch.bfloat16:
+        return ()
+    widths = {"key width": call.q.shape[-1], "value width": call.v.shape[-1]}
+    return tuple(
+        f"extend of bfloat16 tokens requires a {name} that is a multiple of 16, got {width}"
+        for name, width in widths.items()
+        if width % 16
+    )
 
 
 def _width_reasons(key_width: int) -> tuple[str, ...]:

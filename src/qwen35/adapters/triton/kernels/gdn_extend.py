@@ -264,27 +264,20 @@ def launch_chunks(call: ExtendCall, scratch: ExtendScratch, config: ExtendConfig
     )  # fmt: skip
 
 
-def _wide_loads(*tensors: Tensor) -> bool:
-    """Whether every row of every head starts at a multiple of 16 bytes, and Triton can tell so from its strides."""
-    return all(t.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in t.stride()[:-1]) for t in tensors)
-
-
 def launch_scan(
     call: ExtendCall, out: Tensor, checkpoints: Tensor | None, scratch: ExtendScratch, config: ExtendConfig
 ) -> None:
     """Launch the second kernel; writes ``out`` [T, HV, V], ``checkpoints`` and the pool."""
     tokens, heads, value_width = call.v.shape
     plan = call.checkpoints
-    # Where only some loads can be copied asynchronously, Triton 3.6 reads past the shared memory of those that are.
-    stages = config.scan_stages if _wide_loads(call.q, call.k, call.v) else 1
     scan_kernel[(call.slots.shape[0] * heads * -(-value_width // config.block_v),)](
         call.q, call.k, call.v, call.states, call.slots, call.write_slots, call.fresh, call.cu_seqlens,
         scratch.inverse, scratch.attention, scratch.factors, None if plan is None else plan.starts, checkpoints, out,
         tokens, CHUNK if plan is None else plan.every,
         call.q.stride(0), call.q.stride(1), call.k.stride(0), call.k.stride(1), call.v.stride(0), call.v.stride(1),
         out.stride(0), out.stride(1), call.states.stride(0),
-        V=value_width, BLOCK_V=config.block_v, STAGES=stages, num_warps=config.scan_warps,
-        num_stages=stages, **_common(call, scratch),
+        V=value_width, BLOCK_V=config.block_v, STAGES=config.scan_stages, num_warps=config.scan_warps,
+        num_stages=config.scan_stages, **_common(call, scratch),
     )  # fmt: skip
 
 
