@@ -178,9 +178,18 @@ def test_logits_that_are_not_finite_are_an_error_not_a_token(directory: Path) ->
             generate(model, PROMPTS, replace(QUIET, sampling=sampling))
 
 
-def test_progress_is_shown_unless_quiet(model: Model, capfd: pytest.CaptureFixture[str]) -> None:
+def test_progress_goes_to_standard_error_unless_quiet(
+    directory: Path, model: Model, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then takes standard error for a terminal
+    load(directory)
     generate(model, PROMPTS, QUIET)
-    out, err = capfd.readouterr()
-    assert (out, err) == ("", "")
+    assert capfd.readouterr() == ("", "")
     generate(model, PROMPTS, replace(QUIET, quiet=False))
-    assert capfd.readouterr().out == "", "progress must not mix with the output"
+    load_model(
+        directory, gated_delta_rule=model.gated_delta_rule, short_convolution=model.short_convolution,
+        dtype=torch.float32,
+    )  # fmt: skip
+    out, err = capfd.readouterr()
+    assert out == "", "progress must not mix with the output"
+    assert all(word in err for word in ("Prefilling", "Decoding", "Loading weights"))
