@@ -66,7 +66,8 @@ def _caption(report: dict[str, Any]) -> str:
     return (
         f"{g['name']} at tensor parallel {g['tp']}: HV/H {g['value_heads']}/{g['key_heads']}, {report['state_dtype']} "
         f"state, {report['token_dtype']} tokens, {report['device']['name']}, copy {report['copy_gb_per_s']} GB/s, "
-        f"{used}, {report['created'][:10]}{partial}. Microseconds (percent of the memory ceiling); winners in bold."
+        f"{used}, {report['created'][:10]}{partial}. Microseconds (percent of the memory ceiling); winners in bold; cells marked eager hold the host's part of a call "
+        "and are not to be compared with graph replays."
     )
 
 
@@ -74,6 +75,8 @@ def _cell(result: dict[str, Any] | None, won: bool) -> str:
     if result is None or not result["ran"]:
         return "-"
     text = f"{_us(result['time_us'])} ({result['percent_of_ceiling']:.0f} %)"
+    if "graph" not in result["method"]:
+        text += " eager"
     if result["broken"] or result["deviations"]:
         text += " †"
     return f"**{text}**" if won else text

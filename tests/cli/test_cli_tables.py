@@ -21,7 +21,7 @@ def tables(*words: str | Path) -> subprocess.CompletedProcess[str]:
 def result(adapter: str, time: float | None, **changes: Any) -> dict[str, Any]:
     percent = None if time is None else 1000.0 / time
     return {"adapter": adapter, "ran": time is not None, "reasons": [], "time_us": time, "percent_of_ceiling": percent,
-            "broken": [], "deviations": []} | changes  # fmt: skip
+            "method": "CUDA graph replay", "broken": [], "deviations": []} | changes  # fmt: skip
 
 
 REPORT: dict[str, Any] = {
@@ -33,7 +33,8 @@ REPORT: dict[str, Any] = {
          "results": [result("triton", 7.25), result("peer", None, reasons=["state dtype requires float32"])]},
         {"phase": "decode", "label": "decode 256", "floor_us": 252.0, "winner": "triton",
          "results": [result("triton", 1268.4),
-                     result("peer", 900.0, broken=[{"clause": "padding", "seen": "slot 0 was written"}])]},
+                     result("peer", 900.0, method="events around one eager call",
+                            broken=[{"clause": "padding", "seen": "slot 0 was written"}])]},
     ],
 }  # fmt: skip
 
@@ -58,7 +59,7 @@ def test_tables_are_rewritten_between_their_markers_and_checked(tmp_path: Path) 
     assert text.startswith("before\n<!-- table: one -->\n")
     assert text.endswith("<!-- end -->\nafter\n")
     assert "| decode 1 | 1.0 | **7.2 (138 %)** | - |" in text
-    assert "| decode 256 | 252 | **1,268 (1 %)** | 900 (1 %) † |" in text
+    assert "| decode 256 | 252 | **1,268 (1 %)** | 900 (1 %) eager † |" in text
     assert "- peer, decode: did not run: state dtype requires float32" in text
     assert "- † peer, decode: broke padding: slot 0 was written" in text
     assert tables("--check", *where).returncode == 0

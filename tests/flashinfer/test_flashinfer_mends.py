@@ -220,7 +220,6 @@ def test_a_converted_parameter_is_refreshed_in_place() -> None:
 
 
 @pytest.mark.row("D07")
-@pytest.mark.row("D07")
 def test_parameter_copies_are_never_shared_and_stay_while_views_come_and_go() -> None:
     bed = Bed(F32)
     one = bed.decode([1])
