@@ -67,7 +67,8 @@ def _caption(report: dict[str, Any]) -> str:
         f"{g['name']} at tensor parallel {g['tp']}: HV/H {g['value_heads']}/{g['key_heads']}, {report['state_dtype']} "
         f"state, {report['token_dtype']} tokens, {report['device']['name']}, copy {report['copy_gb_per_s']} GB/s, "
         f"{used}, {report['created'][:10]}{partial}. Microseconds (percent of the memory ceiling); "
-        "winners in bold; cells marked eager hold the host's part of a call and are not to be compared with graph replays."
+        "winners in bold; cells marked eager hold the host's part of a call and are not to be compared with graph "
+        "replays."
     )
 
 
