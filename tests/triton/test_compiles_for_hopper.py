@@ -1,4 +1,4 @@
-"""Every GDN kernel compiles for Hopper and fits its shared memory, on a machine without a GPU."""
+"""What a machine without a GPU can show: kernels compile for Hopper and fit its shared memory, grids fit its axes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from qwen35.adapters.triton.kernels import gdn_config, gdn_decode, gdn_extend, gdn_verify
+from qwen35.adapters.triton.kernels import (
+    conv_commit,
+    conv_decode,
+    conv_extend,
+    conv_verify,
+    gdn_config,
+    gdn_decode,
+    gdn_extend,
+    gdn_verify,
+)
 from qwen35.adapters.triton.kernels.gdn_launch import dot_dtype
 from qwen35.adapters.triton.kernels.gdn_scratch import ScratchBuffer, scratch_bytes
+from qwen35.domain.errors import CaptureError
 from qwen35.ports.gated_delta_rule import (
     CheckpointPlan,
     CommitCall,
@@ -22,11 +32,14 @@ from qwen35.ports.gated_delta_rule import (
     RawGates,
     VerifyCall,
 )
+from qwen35.ports.short_convolution import ConvCommitCall, ConvDecodeCall, ConvExtendCall, ConvVerifyCall
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
 
 #: Shared memory of one program on compute capability 9.0: 227 KiB (CUDA programming guide, technical specifications).
 HOPPER_SHARED_BYTES = 227 * 1024
+#: Programs along axes 1 and 2 of a grid (the same table).
+MOST_ACROSS = 65_535
 
 
 class HopperWithoutDevice:
@@ -37,6 +50,7 @@ class HopperWithoutDevice:
     def __init__(self) -> None:
         self.utils = self
         self.loaded: list[str] = []
+        self.grids: dict[str, tuple[int, int, int]] = {}
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -54,8 +68,11 @@ class HopperWithoutDevice:
         self.loaded.append(name)
         return 0, 0, 0, 0, 1024
 
-    def launcher_cls(self, *_: object) -> Callable[..., None]:
-        return lambda *_: None
+    def launcher_cls(self, _source: object, metadata: Any) -> Callable[..., None]:
+        def launch(x: int, y: int, z: int, *_: object) -> None:
+            self.grids[metadata.name] = x, y, z
+
+        return launch
 
 
 @pytest.fixture
@@ -64,7 +81,9 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[HopperWithoutDevice]:
     monkeypatch.setattr(driver, "_active", stand_in)
     yield stand_in
     for kernel in (gdn_decode.decode_kernel, gdn_verify.verify_kernel, gdn_verify.commit_kernel,
-                   gdn_extend.chunk_kernel, gdn_extend.scan_kernel):  # fmt: skip
+                   gdn_extend.chunk_kernel, gdn_extend.scan_kernel, conv_decode.conv_decode_kernel,
+                   conv_extend.conv_extend_kernel, conv_verify.conv_verify_kernel,
+                   conv_commit.conv_commit_kernel):  # fmt: skip
         kernel.device_caches.pop(-1, None)
 
 
@@ -132,3 +151,99 @@ def test_extend_compiles(
         call, torch.empty_like(call.v), kept, buffer.cut(HEADS, 64, dot, on, capturing=False), config
     )
     assert hopper.loaded == ["chunk_kernel", "scan_kernel"]
+
+
+#: Case C8: with a program for every row and head along axis 1 or 2, there would be 65,536.
+ROWS, MANY_HEADS, MANY_KEY_HEADS, WIDTH = 2048, 32, 16, 128
+
+
+def many(*leading: int) -> dict[str, Any]:
+    """Tokens of 2,048 rows over one slot."""
+    gates = torch.zeros(*leading, MANY_HEADS)
+    parameter = torch.zeros(MANY_HEADS)
+    keys = torch.zeros(*leading, MANY_KEY_HEADS, WIDTH, dtype=torch.bfloat16)
+    return {
+        "q": keys, "k": keys, "v": torch.zeros(*leading, MANY_HEADS, WIDTH, dtype=torch.bfloat16),
+        "gates": RawGates(a=gates, b=gates, A_log=parameter, dt_bias=parameter),
+        "states": torch.zeros(1, MANY_HEADS, WIDTH, WIDTH), "slots": torch.zeros(ROWS, dtype=torch.int32),
+    }  # fmt: skip
+
+
+def fits(grids: dict[str, tuple[int, int, int]], expected: dict[str, int]) -> None:
+    """``expected``: programs along axis 0, by kernel."""
+    assert {name: grid[0] for name, grid in grids.items()} == expected
+    assert all(axis <= MOST_ACROSS for _, *across in grids.values() for axis in across), grids
+
+
+@pytest.mark.case("C8")
+def test_gdn_grids_of_2048_rows_exist(hopper: HopperWithoutDevice) -> None:
+    tile = gdn_config.decode_config(WIDTH, WIDTH, 4)
+    call = DecodeCall(**many(ROWS))
+    gdn_decode.launch_decode(call, torch.empty_like(call.v), tile)
+    draft = VerifyCall(**many(ROWS, 2), intermediates=call.states[:, None].expand(ROWS, 2, -1, -1, -1))
+    gdn_verify.launch_verify(draft, torch.empty_like(draft.v), tile)
+    gdn_verify.launch_commit(
+        CommitCall(states=call.states, slots=call.slots, intermediates=draft.intermediates, last=call.slots)
+    )
+    extend = ExtendCall(**many(ROWS), cu_seqlens=torch.arange(ROWS + 1, dtype=torch.int32))
+    buffer = ScratchBuffer()
+    buffer.reserve(scratch_bytes(MANY_HEADS, ROWS, torch.bfloat16), torch.device("cpu"))
+    gdn_extend.launch_extend(
+        extend, torch.empty_like(extend.v), None,
+        buffer.cut(MANY_HEADS, ROWS, torch.bfloat16, torch.device("cpu"), capturing=False),
+        gdn_config.extend_config(ROWS, MANY_HEADS, WIDTH, WIDTH, 2, HOPPER_SHARED_BYTES),
+    )  # fmt: skip
+    fits(
+        hopper.grids,
+        {
+            "decode_kernel": 1_048_576,  # 2048 rows, 32 heads, 16 blocks of 8 state rows
+            "verify_kernel": 1_048_576,
+            "commit_kernel": 262_144,  # 2048 rows, 524,288 elements in blocks of 4096
+            "chunk_kernel": 66_560,  # 2048 / 64 + 2048 chunk numbers, 32 heads
+            "scan_kernel": 131_072,  # 2048 sequences, 32 heads, 2 blocks of 64 state rows
+        },
+    )
+
+
+@pytest.mark.case("C8")
+def test_conv_grids_of_2048_rows_exist(hopper: HopperWithoutDevice) -> None:
+    channels, taps = (2 * MANY_KEY_HEADS + MANY_HEADS) * WIDTH, 4
+    x = torch.zeros(ROWS, channels, dtype=torch.bfloat16)
+    draft = torch.zeros(ROWS, 4, channels, dtype=torch.bfloat16)
+    windows = torch.zeros(1, channels, taps - 1, dtype=torch.bfloat16)
+    kept = windows[:, None].expand(ROWS, 4, -1, -1)
+    at: dict[str, Any] = {"windows": windows, "slots": torch.zeros(ROWS, dtype=torch.int32)}
+    by = {**at, "weight": torch.zeros(channels, taps, dtype=torch.bfloat16)}
+    conv_decode.launch(ConvDecodeCall(x=x, **by), torch.empty_like(x))
+    offsets = torch.arange(ROWS + 1, dtype=torch.int32)
+    conv_extend.launch(ConvExtendCall(x=x, **by, cu_seqlens=offsets), torch.empty_like(x))
+    conv_verify.launch(ConvVerifyCall(x=draft, **by, intermediates=kept), torch.empty_like(draft))
+    conv_commit.launch(ConvCommitCall(**at, intermediates=kept, last=at["slots"]))
+    fits(
+        hopper.grids,
+        {
+            "conv_decode_kernel": 2048,
+            "conv_extend_kernel": 2176,  # 2048 / 16 + 2048 blocks of tokens
+            "conv_verify_kernel": 8192,  # 2048 rows of 4 nodes
+            "conv_commit_kernel": 2048,
+        },
+    )
+    # 8192 channels by 128 and by 256, 24,576 elements of a window by 1024
+    across = {name: grid[1] for name, grid in hopper.grids.items()}
+    assert sorted(across.values()) == [24, 32, 64, 64]
+
+
+def test_dense_copies_are_not_made_where_a_capture_would_have_to_allocate() -> None:
+    buffer = ScratchBuffer()
+    packed = torch.randn(5, 3, 24).bfloat16()
+    views = packed[..., :16], packed[:, :1, 8:]
+    with pytest.raises(CaptureError, match="before capture"):
+        buffer.dense(views, 5, capturing=True)
+    first = buffer.dense(views, 5, capturing=False)
+    copies = buffer.dense(views, 5, capturing=True)
+    for copy, view, before in zip(copies, views, first, strict=True):
+        assert copy.is_contiguous()
+        assert torch.equal(copy, view)
+        assert copy.data_ptr() == before.data_ptr()
+    with pytest.raises(CaptureError, match="before capture"):
+        buffer.dense(views, 6, capturing=True)
