@@ -86,6 +86,17 @@ class TritonGatedDeltaRule:
     def prepare(self, plan: GdnPlan) -> None:
         """Allocate scratch for ``plan`` and compile for its dtypes by calls whose rows are all padding.
 
+        Compiled are dense tokens, decode and extend with write slots and without, decode with int32 and int64
+        slots, raw gates with ``dt_bias`` in float32 or the tokens' dtype, and log gates. What a plan does not tell
+        (other strides and parameter dtypes, checkpoints, int64 indices elsewhere) is compiled by the first such
+        call. That call may be one that a graph captures: it takes seconds once, and compiling launches and
+        allocates nothing that a graph would record (seen on an H200 with Triton 3.6).
+
+        Inside capture a decode, extend or verify for whose geometry, dtypes and device nothing was planned, or with
+        more rows, tokens or draft tokens than were planned, raises ``CaptureError``; outside it widens the plan. So
+        does, inside capture, an extend of bfloat16 tokens that has to copy them where none was made before. Commit
+        needs no plan.
+
         Raises ``UnsupportedError`` where the plan cannot be served, ``CaptureError`` inside capture.
         """
         self._require_open()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 #: Tokens of one chunk of the chunked form, and so the multiple that checkpoints must have.
 CHUNK = 64
@@ -49,6 +50,7 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+@cache
 def decode_config(key_width: int, value_width: int, state_bytes: int) -> DecodeConfig:
     """The tile of decode and verify: whole rows of the state, whose elements have ``state_bytes`` bytes."""
     row = power_of_two(key_width)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -43,10 +44,7 @@ def warm_up(adapter: GatedDeltaRule, plan: GdnPlan) -> None:
     """Call every planned phase of ``adapter`` on padding."""
     g, on = plan.geometry, plan.device
     states = torch.zeros(1, g.value_heads, g.value_width, g.key_width, dtype=plan.state_dtype, device=on)
-    slots = torch.full((1,), -1, dtype=torch.int32, device=on)
-    keys, values = _qkv(plan, 1)
-    for gates in _gates(plan, 1):
-        adapter.decode(DecodeCall(q=keys, k=keys, v=values, gates=gates, states=states, slots=slots))
+    _warm_decode(adapter, plan, states)
     if plan.max_draft:
         _warm_verify(adapter, plan, states)
     if plan.max_tokens:
@@ -55,19 +53,34 @@ def warm_up(adapter: GatedDeltaRule, plan: GdnPlan) -> None:
     torch.cuda.synchronize(on)
 
 
+def _warm_decode(adapter: GatedDeltaRule, plan: GdnPlan, states: Tensor) -> None:
+    """Decode in place and from slot to slot, by indices of either dtype."""
+    keys, values = _qkv(plan, 1)
+    for dtype in (torch.int32, torch.int64):
+        slots = torch.full((1,), -1, dtype=dtype, device=plan.device)
+        for gates in _gates(plan, 1):
+            for write_slots in (None, slots):
+                adapter.decode(
+                    DecodeCall(
+                        q=keys, k=keys, v=values, gates=gates, states=states, slots=slots, write_slots=write_slots
+                    )
+                )
+
+
 def _warm_extend(adapter: GatedDeltaRule, plan: GdnPlan, states: Tensor, sequences: int) -> None:
-    """Extend of one token, in the last of ``sequences`` padded sequences, with fresh flags and without."""
+    """Extend of one token, in the last of ``sequences`` padded sequences.
+
+    Gates matter to the first kernel only, fresh flags and write slots to the second only.
+    """
     slots = torch.full((sequences,), -1, dtype=torch.int32, device=plan.device)
     ends = torch.zeros(sequences + 1, dtype=torch.int32, device=plan.device)
     ends[-1] = 1
     keys, values = _qkv(plan, 1)
     for gates in _gates(plan, 1):
-        for fresh in (None, slots < 0):
-            adapter.extend(
-                ExtendCall(
-                    q=keys, k=keys, v=values, gates=gates, states=states, slots=slots, cu_seqlens=ends, fresh=fresh
-                )
-            )
+        call = ExtendCall(q=keys, k=keys, v=values, gates=gates, states=states, slots=slots, cu_seqlens=ends)
+        adapter.extend(call)
+    for fresh, write_slots in ((slots < 0, None), (None, slots), (slots < 0, slots)):
+        adapter.extend(replace(call, fresh=fresh, write_slots=write_slots))
 
 
 def _warm_verify(adapter: GatedDeltaRule, plan: GdnPlan, states: Tensor) -> None:
