@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 from dataclasses import asdict, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -21,6 +24,7 @@ from rich.text import Text
 from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig, decode_config
 from qwen35.adapters.triton.kernels.gdn_decode import launch_decode
 from qwen35.ports.gated_delta_rule import DecodeCall, RawGates
+from qwen35.testing.machine import versions
 from qwen35.testing.measure import cold_sets, copy_bandwidth, time_graph
 
 WIDTH = 128
@@ -112,7 +116,11 @@ def main() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         results += sweep(dtype, options.heads, options.key_heads, ceiling, console)
     options.out.mkdir(parents=True, exist_ok=True)
-    payload = {"device": torch.cuda.get_device_name(), "ceiling_bytes_per_second": ceiling, "results": results}
+    payload = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(["python", *sys.argv]),
+        "versions": versions(), "device": torch.cuda.get_device_name(), "ceiling_bytes_per_second": ceiling,
+        "results": results,
+    }  # fmt: skip
     (options.out / "decode_tiles.json").write_text(json.dumps(payload, indent=1))
 
 

@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +27,7 @@ from qwen35.adapters.triton.kernels.gdn_config import ExtendConfig
 from qwen35.adapters.triton.kernels.gdn_extend import launch_chunks, launch_scan
 from qwen35.adapters.triton.kernels.gdn_scratch import ExtendScratch, ScratchBuffer, scratch_bytes
 from qwen35.ports.gated_delta_rule import ExtendCall, RawGates
+from qwen35.testing.machine import versions
 from qwen35.testing.measure import time_events, time_graph
 
 WIDTH = 128
@@ -119,7 +123,10 @@ def main() -> None:
     ]
     results += sweep("chunk", chunks, launch_chunks, calls, console)
     options.out.mkdir(parents=True, exist_ok=True)
-    payload = {"device": torch.cuda.get_device_name(), "shapes": SHAPES, "results": results}
+    payload = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(["python", *sys.argv]),
+        "versions": versions(), "device": torch.cuda.get_device_name(), "shapes": SHAPES, "results": results,
+    }  # fmt: skip
     (options.out / "prefill_tiles.json").write_text(json.dumps(payload, indent=1))
 
 
