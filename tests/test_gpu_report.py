@@ -1,0 +1,28 @@
+"""The report of a GPU test run says how each test ended, deviations apart from skips."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu_report.py"
+JUNIT = """<testsuites><testsuite>
+<testcase classname="tests.laws.test_laws" name="test_law[a]" time="1.25"/>
+<testcase classname="tests.laws.test_laws" name="test_law[b]" time="0.5"><failure message="state of slot 0">trace</failure></testcase>
+<testcase classname="tests.laws.test_laws" name="test_law[c]" time="0"><skipped type="pytest.skip" message="no tree"/></testcase>
+<testcase classname="tests.laws.test_laws" name="test_law[d]" time="0"><skipped type="pytest.xfail" message="as stated"/></testcase>
+</testsuite></testsuites>
+"""  # noqa: E501
+
+
+def test_outcomes_and_messages_are_read_from_junit(tmp_path: Path) -> None:
+    spec = importlib.util.spec_from_file_location("gpu_report", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    (tmp_path / "junit.xml").write_text(JUNIT)
+    tests = module.read(tmp_path / "junit.xml")
+    assert [test["outcome"] for test in tests] == ["passed", "failure", "skipped", "deviates"]
+    assert tests[0] == {"test": "tests.laws.test_laws::test_law[a]", "outcome": "passed", "seconds": 1.25, "message": ""}
+    assert tests[1]["message"] == "state of slot 0"
