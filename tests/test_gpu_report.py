@@ -24,5 +24,6 @@ def test_outcomes_and_messages_are_read_from_junit(tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(JUNIT)
     tests = module.read(tmp_path / "junit.xml")
     assert [test["outcome"] for test in tests] == ["passed", "failure", "skipped", "deviates"]
-    assert tests[0] == {"test": "tests.laws.test_laws::test_law[a]", "outcome": "passed", "seconds": 1.25, "message": ""}
+    assert tests[0]["test"] == "tests.laws.test_laws::test_law[a]"
+    assert tests[0]["seconds"] == 1.25
     assert tests[1]["message"] == "state of slot 0"
