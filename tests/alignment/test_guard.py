@@ -102,11 +102,12 @@ def displaced(call, names: set[str]):
 
 
 def decode_call(batch: int = 3) -> DecodeCall:
-    r = torch.randn
+    r, pool = torch.randn, max(N, 2 * batch)
+    order = torch.randperm(pool).int()
     return DecodeCall(
-        q=r(batch, H, K), k=r(batch, H, K), v=r(batch, HV, V), states=r(max(N, batch), HV, V, K),
+        q=r(batch, H, K), k=r(batch, H, K), v=r(batch, HV, V), states=r(pool, HV, V, K),
         gates=RawGates(a=r(batch, HV), b=r(batch, HV), A_log=r(HV), dt_bias=r(HV)),
-        slots=torch.randperm(max(N, batch))[:batch].int(), write_slots=torch.randperm(max(N, batch))[:batch].int(),
+        slots=order[:batch].clone(), write_slots=order[batch : 2 * batch].clone(),
         out=torch.full((batch, HV, V), float("nan")),
     )  # fmt: skip
 

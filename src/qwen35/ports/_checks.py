@@ -2,28 +2,67 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from qwen35.domain.errors import DeviceError, DtypeError, LayoutError, ShapeError, ValueRangeError
+from qwen35.domain.errors import (
+    ContractError,
+    DeviceError,
+    DtypeError,
+    LayoutError,
+    ShapeError,
+    ValueRangeError,
+)
+from qwen35.ports._aliasing import no_overlap
 
 INDEX_DTYPES = (torch.int32, torch.int64)
 TOKEN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
-def shape(name: str, tensor: Tensor, expected: Sequence[int], why: str) -> None:
-    """``tensor`` has exactly the ``expected`` sizes, whose meaning ``why`` spells ("[B, H, K]")."""
-    if tensor.shape != torch.Size(expected):
-        raise ShapeError(f"{name} must be {why} = {list(expected)}, got {list(tensor.shape)}")
+def tensor(name: str, value: object) -> None:
+    """``value`` is a tensor at all. ``rank`` and ``shape`` ask this first."""
+    if not isinstance(value, Tensor):
+        raise ContractError(f"{name} must be a tensor, got {type(value).__name__}")
 
 
-def rank(name: str, tensor: Tensor, dims: int, why: str) -> None:
-    if tensor.dim() != dims:
-        raise ShapeError(f"{name} must be {why}, got shape {list(tensor.shape)}")
+def integer(name: str, value: object, least: int) -> None:
+    """``value`` is an int (no bool, no float) of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueRangeError(f"{name} must be an int >= {least}, got {value!r}")
+
+
+def finite(name: str, value: object) -> None:
+    """``value`` is None or a finite number."""
+    if value is None:
+        return
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise ValueRangeError(f"{name} must be None or a finite number, got {value!r}")
+
+
+def shape(name: str, value: Tensor, expected: Sequence[int], why: str) -> None:
+    """``value`` has exactly the ``expected`` sizes, whose meaning ``why`` spells ("[B, H, K]")."""
+    tensor(name, value)
+    if value.shape != torch.Size(expected):
+        raise ShapeError(f"{name} must be {why} = {list(expected)}, got {list(value.shape)}")
+
+
+def rank(name: str, value: Tensor, dims: int, why: str) -> None:
+    tensor(name, value)
+    if value.dim() != dims:
+        raise ShapeError(f"{name} must be {why}, got shape {list(value.shape)}")
+
+
+def sizes(name: str, value: Tensor, least: Sequence[tuple[str, int, int]]) -> None:
+    """Each (size's letter, its value, the least it may be) holds."""
+    for letter, size, lowest in least:
+        if size < lowest:
+            got = f"{letter} = {size} in shape {list(value.shape)}"
+            raise ShapeError(f"{name} must have {letter} >= {lowest}, got {got}")
 
 
 def dtype(name: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
@@ -53,12 +92,7 @@ def dense_tail(name: str, tensor: Tensor, dims: int) -> None:
         if size > 1 and stride != expected:
             raise LayoutError(f"{name} must be dense in its last {dims} dimensions, got strides {tensor.stride()}")
         expected *= size
-    head = tensor.dim() - dims
-    for axis in range(head):
-        if tensor.shape[axis] > 1 and tensor.stride(axis) < expected:
-            raise LayoutError(
-                f"{name} must not overlap: stride {tensor.stride(axis)} of dimension {axis} is under {expected}"
-            )
+    no_overlap(name, tensor)
 
 
 def vector(name: str, tensor: Tensor, size: int, on: torch.device, dtypes: Sequence[torch.dtype], why: str) -> None:
@@ -75,9 +109,11 @@ def host_values(*tensors: Tensor | None) -> bool:
     return all(t is None or t.device.type == "cpu" for t in tensors)
 
 
-def in_range(name: str, tensor: Tensor, low: int, high: int, what: str) -> None:
-    """Every value is in low..high-1. Reads the values: host tensors or checked mode only."""
+def in_range(name: str, tensor: Tensor, low: int, high: int, what: str, live: Tensor | None = None) -> None:
+    """Every value (of the ``live`` ones) is in low..high-1. Reads the values: host tensors or checked mode only."""
     bad = (tensor < low) | (tensor >= high)
+    if live is not None:
+        bad &= live
     if bool(bad.any()):
         where = int(bad.flatten().nonzero()[0])
         value = int(tensor.flatten()[where])
@@ -138,7 +174,7 @@ def rows_and_parents(
         return
     live = slots >= 0
     if rows is not None:
-        in_range("rows", rows[live], 0, capacity, "a row of intermediates")
+        in_range("rows", rows, 0, capacity, "a row of intermediates", live)
         distinct("rows", rows, live)
     if parents is not None and parents.numel():
         node = torch.arange(parents.shape[1], device=parents.device)
@@ -149,10 +185,32 @@ def rows_and_parents(
 
 
 def slot_values(slots: Tensor, write_slots: Tensor | None, pool: int) -> None:
-    """Slots are -1 or in the pool; no two live rows write the same slot. Reads the values."""
+    """Slots are -1 or in the pool; no live row writes what another live row writes or reads. Reads the values."""
     in_range("slots", slots, -1, pool, "-1 or a slot")
-    written = slots
-    if write_slots is not None:
-        in_range("write_slots", write_slots, -1, pool, "-1 or a slot")
-        written = torch.where(slots >= 0, write_slots.to(slots.dtype), -1)
-    distinct("slots" if write_slots is None else "write_slots", written, written >= 0)
+    if write_slots is None:
+        distinct("slots", slots, slots >= 0)
+        return
+    in_range("write_slots", write_slots, -1, pool, "-1 or a slot")
+    live = slots >= 0
+    written = torch.where(live, write_slots.to(slots.dtype), -1)
+    distinct("write_slots", written, written >= 0)
+    clash = (written[:, None] == slots[None, :]) & live[:, None] & live[None, :]
+    if bool(clash.fill_diagonal_(False).any()):
+        i, j = (int(n) for n in clash.nonzero()[0])
+        raise ValueRangeError(
+            f"write_slots[{i}] = {int(written[i])} is read by row {j}: which comes first is not defined; "
+            "write a slot that no other row reads"
+        )
+
+
+def commit_values(slots: Tensor, last: Tensor, rows: Tensor | None, pool: int, capacity: int, nodes: int) -> None:
+    """What a commit copies is in range, and no slot is written twice; rows that copy nothing may hold anything.
+
+    Several rows may copy from one row of the intermediates. Reads the values.
+    """
+    copies = (slots != -1) & (last != -1)
+    in_range("slots", slots, 0, pool, "-1 or a slot", copies)
+    in_range("last", last, 0, nodes, "-1 or a node", copies)
+    if rows is not None:
+        in_range("rows", rows, 0, capacity, "a row of intermediates", copies)
+    distinct("slots", slots, copies)

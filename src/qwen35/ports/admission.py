@@ -47,7 +47,11 @@ class Admission:
 
     def __call__(self, call: Any) -> None:
         """Admit ``call``, or raise."""
-        layout = _layout(call)
+        try:
+            layout = _layout(call)
+        except AttributeError:  # something is no tensor: the check names it
+            CHECKS[type(call)](call)
+            raise
         if layout is not None and layout in self._known:
             return
         CHECKS[type(call)](call)

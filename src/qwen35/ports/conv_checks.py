@@ -7,6 +7,7 @@ from torch import Tensor
 
 from qwen35.domain.errors import DtypeError, ShapeError, ValueRangeError
 from qwen35.ports import _checks as check
+from qwen35.ports._aliasing import Named, apart, no_overlap
 from qwen35.ports.conv_calls import ConvCommitCall, ConvDecodeCall, ConvExtendCall, ConvVerifyCall
 
 _TokenCall = ConvDecodeCall | ConvExtendCall | ConvVerifyCall
@@ -16,6 +17,9 @@ def check_conv_decode(call: ConvDecodeCall, values: bool = False) -> None:
     """Raise a ``ContractError`` where ``call`` does not meet the contract."""
     (batch,) = _tokens(call, 1, "[B, C]")
     _slots(call.slots, call.write_slots, batch, call.windows, values)
+    if values or call.windows.is_cpu:
+        index = (("slots", call.slots), ("write_slots", call.write_slots))
+        apart((("out", call.out), ("windows", call.windows)), (*_inputs(call), *index))
 
 
 def check_conv_extend(call: ConvExtendCall, values: bool = False) -> None:
@@ -34,6 +38,10 @@ def check_conv_extend(call: ConvExtendCall, values: bool = False) -> None:
     if values or check.host_values(call.cu_seqlens):
         check.offsets(call.cu_seqlens, tokens, call.seq_lens_host)
     _slots(call.slots, call.write_slots, sequences, call.windows, values)
+    if values or call.windows.is_cpu:
+        index: list[Named] = [("slots", call.slots), ("write_slots", call.write_slots), ("fresh", call.fresh)]
+        index.append(("cu_seqlens", call.cu_seqlens))
+        apart((("out", call.out), ("windows", call.windows)), (*_inputs(call), *index))
 
 
 def check_conv_verify(call: ConvVerifyCall, values: bool = False) -> None:
@@ -49,6 +57,10 @@ def check_conv_verify(call: ConvVerifyCall, values: bool = False) -> None:
     if read:
         check.in_range("slots", call.slots, -1, call.windows.shape[0], "-1 or a slot")
     check.rows_and_parents(call.rows, call.parents, call.slots, call.intermediates.shape[0], read)
+    if values or call.windows.is_cpu:
+        index = (("slots", call.slots), ("rows", call.rows), ("parents", call.parents))
+        written = (("out", call.out), ("intermediates", call.intermediates))
+        apart(written, (("windows", call.windows), *_inputs(call), *index))
 
 
 def check_conv_commit(call: ConvCommitCall, values: bool = False) -> None:
@@ -58,16 +70,19 @@ def check_conv_commit(call: ConvCommitCall, values: bool = False) -> None:
     check.rank("slots", call.slots, 1, "[B]")
     batch = call.slots.shape[0]
     check.vector("last", call.last, batch, call.windows.device, check.INDEX_DTYPES, "[B]")
-    _slots(call.slots, None, batch, call.windows, values)
-    read = values or check.host_values(call.slots, call.rows, call.last)
-    if read:
-        check.in_range("last", call.last, -1, call.intermediates.shape[1], "-1 or a node")
-    check.rows_and_parents(call.rows, None, call.slots, call.intermediates.shape[0], read)
+    check.vector("slots", call.slots, batch, call.windows.device, check.INDEX_DTYPES, "[B]")
+    rows, nodes = call.intermediates.shape[:2]
+    check.rows_and_parents(call.rows, None, call.slots, rows, values=False)
+    if values or check.host_values(call.slots, call.rows, call.last):
+        check.commit_values(call.slots, call.last, call.rows, call.windows.shape[0], rows, nodes)
+        index = (("slots", call.slots), ("last", call.last), ("rows", call.rows))
+        apart((("windows", call.windows),), (("intermediates", call.intermediates), *index))
 
 
 def _windows(windows: Tensor) -> None:
     check.rank("windows", windows, 3, "[N, C, W-1]")
     check.dtype("windows", windows, check.TOKEN_DTYPES)
+    check.sizes("windows", windows, (("C", windows.shape[1], 1), ("W", windows.shape[2] + 1, 2)))
     check.dense_tail("windows", windows, 2)
 
 
@@ -89,6 +104,7 @@ def _tokens(call: _TokenCall, lead: int, why: str) -> tuple[int, ...]:
     check.rank("x", x, lead + 1, why)
     channels = x.shape[-1]
     check.rank("weight", weight, 2, "[C, W]")
+    check.sizes("weight", weight, (("C", weight.shape[0], 1), ("W", weight.shape[1], 2)))
     check.shape("weight", weight, (channels, weight.shape[1]), "[C, W]")
     check.shape("windows", call.windows, (call.windows.shape[0], channels, weight.shape[1] - 1), "[N, C, W-1]")
     check.dtype("x", x, check.TOKEN_DTYPES)
@@ -107,7 +123,14 @@ def _tokens(call: _TokenCall, lead: int, why: str) -> tuple[int, ...]:
             raise DtypeError(f"{name} must be {x.dtype} like x, got {tensor.dtype}")
         check.device(name, tensor, on)
         check.last_contiguous(name, tensor)
+    if call.out is not None:
+        no_overlap("out", call.out)
     return tuple(x.shape[:lead])
+
+
+def _inputs(call: _TokenCall) -> tuple[Named, ...]:
+    """What every call of tokens only reads."""
+    return (("x", call.x), ("weight", call.weight), ("bias", call.bias))
 
 
 def _slots(slots: Tensor, write_slots: Tensor | None, size: int, windows: Tensor, values: bool) -> None:

@@ -2,7 +2,8 @@
 
 What the host knows is checked always: shapes, dtypes, devices, strides, ``seq_lens_host``, and the values of
 index tensors that live on the CPU. Values on a device are read only with ``values=True`` (checked mode, which
-synchronises).
+synchronises). Whether tensors share memory is looked at on the CPU and with ``values=True``: addresses are no
+part of a layout, by which later calls are admitted unseen.
 """
 
 from __future__ import annotations
@@ -10,10 +11,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qwen35.domain.errors import DtypeError, ShapeError, ValueRangeError
+from qwen35.domain.errors import ContractError, DtypeError, ShapeError, ValueRangeError
 from qwen35.domain.geometry import GdnGeometry
 from qwen35.ports import _checks as check
-from qwen35.ports.gdn_calls import CommitCall, DecodeCall, ExtendCall, Gates, LogGates, VerifyCall
+from qwen35.ports._aliasing import Named, apart, no_overlap
+from qwen35.ports.gdn_calls import (
+    CheckpointPlan,
+    CommitCall,
+    DecodeCall,
+    ExtendCall,
+    Gates,
+    LogGates,
+    RawGates,
+    VerifyCall,
+)
 
 TokenCall = DecodeCall | ExtendCall | VerifyCall
 
@@ -30,6 +41,9 @@ def check_decode(call: DecodeCall, values: bool = False) -> None:
     """Raise a ``ContractError`` where ``call`` does not meet the contract."""
     batch = _tokens(call, 1, "[B, {}]")[0]
     _slots(call.slots, call.write_slots, batch, call.states, values)
+    if values or call.states.is_cpu:
+        index = (("slots", call.slots), ("write_slots", call.write_slots))
+        apart((("out", call.out), ("states", call.states)), (*_inputs(call), *index))
 
 
 def check_extend(call: ExtendCall, values: bool = False) -> None:
@@ -49,6 +63,10 @@ def check_extend(call: ExtendCall, values: bool = False) -> None:
         check.offsets(call.cu_seqlens, tokens, call.seq_lens_host)
     _checkpoints(call, sequences, values)
     _slots(call.slots, call.write_slots, sequences, call.states, values)
+    if values or call.states.is_cpu:
+        index: list[Named] = [("slots", call.slots), ("write_slots", call.write_slots), ("fresh", call.fresh)]
+        index.append(("cu_seqlens", call.cu_seqlens))
+        apart((("out", call.out), ("states", call.states)), (*_inputs(call), *index))
 
 
 def check_verify(call: VerifyCall, values: bool = False) -> None:
@@ -64,6 +82,10 @@ def check_verify(call: VerifyCall, values: bool = False) -> None:
     if read:
         check.in_range("slots", call.slots, -1, call.states.shape[0], "-1 or a slot")
     check.rows_and_parents(call.rows, call.parents, call.slots, call.intermediates.shape[0], read)
+    if values or call.states.is_cpu:
+        index = (("slots", call.slots), ("rows", call.rows), ("parents", call.parents))
+        written = (("out", call.out), ("intermediates", call.intermediates))
+        apart(written, (("states", call.states), *_inputs(call), *index))
 
 
 def check_commit(call: CommitCall, values: bool = False) -> None:
@@ -73,16 +95,19 @@ def check_commit(call: CommitCall, values: bool = False) -> None:
     check.rank("slots", call.slots, 1, "[B]")
     batch = call.slots.shape[0]
     check.vector("last", call.last, batch, call.states.device, check.INDEX_DTYPES, "[B]")
-    _slots(call.slots, None, batch, call.states, values)
-    read = values or check.host_values(call.slots, call.rows, call.last)
-    if read:
-        check.in_range("last", call.last, -1, call.intermediates.shape[1], "-1 or a node")
-    check.rows_and_parents(call.rows, None, call.slots, call.intermediates.shape[0], read)
+    check.vector("slots", call.slots, batch, call.states.device, check.INDEX_DTYPES, "[B]")
+    rows, nodes = call.intermediates.shape[:2]
+    check.rows_and_parents(call.rows, None, call.slots, rows, values=False)
+    if values or check.host_values(call.slots, call.rows, call.last):
+        check.commit_values(call.slots, call.last, call.rows, call.states.shape[0], rows, nodes)
+        index = (("slots", call.slots), ("last", call.last), ("rows", call.rows))
+        apart((("states", call.states),), (("intermediates", call.intermediates), *index))
 
 
 def _states(states: Tensor) -> None:
     check.rank("states", states, 4, "[N, HV, V, K]")
     check.dtype("states", states, check.STATE_DTYPES)
+    check.sizes("states", states, list(zip(("HV", "V", "K"), states.shape[1:], (1, 1, 1), strict=True)))
     check.dense_tail("states", states, 3)
 
 
@@ -105,11 +130,13 @@ def _tokens(call: TokenCall, lead: int, why: str) -> tuple[int, ...]:
     check.rank("q", q, lead + 2, why.format("H, K"))
     leading = tuple(q.shape[:lead])
     heads, width = q.shape[-2:]
+    check.sizes("q", q, (("H", heads, 1), ("K", width, 1)))
     check.rank("v", v, lead + 2, why.format("HV, V"))
     value_heads, value_width = v.shape[-2:]
+    check.sizes("v", v, (("HV", value_heads, 1), ("V", value_width, 1)))
     check.shape("k", k, (*leading, heads, width), why.format("H, K"))
     check.shape("v", v, (*leading, value_heads, value_width), why.format("HV, V"))
-    if not heads or value_heads % heads:
+    if value_heads % heads:
         raise ShapeError(f"v must have a multiple of q's H = {heads} heads, got HV = {value_heads}")
     check.shape("states", states, (states.shape[0], value_heads, value_width, width), "[N, HV, V, K]")
     check.dtype("q", q, check.TOKEN_DTYPES)
@@ -122,6 +149,9 @@ def _tokens(call: TokenCall, lead: int, why: str) -> tuple[int, ...]:
             raise DtypeError(f"{name} must be {q.dtype} like q, got {tensor.dtype}")
         check.device(name, tensor, states.device)
         check.last_contiguous(name, tensor)
+    if call.out is not None:
+        no_overlap("out", call.out)
+    check.finite("scale", call.scale)
     _gates(call.gates, (*leading, value_heads), why.format("HV"), states.device)
     return leading
 
@@ -130,6 +160,8 @@ def _gates(gates: Gates, expected: tuple[int, ...], why: str, on: torch.device) 
     if isinstance(gates, LogGates):
         named = (("gates.g", gates.g), ("gates.beta", gates.beta))
         allowed: tuple[torch.dtype, ...] = (torch.float32, torch.float64)
+    elif not isinstance(gates, RawGates):
+        raise ContractError(f"gates must be RawGates or LogGates, got {type(gates).__name__}")
     else:
         named = (("gates.a", gates.a), ("gates.b", gates.b))
         allowed = check.TOKEN_DTYPES
@@ -140,6 +172,16 @@ def _gates(gates: Gates, expected: tuple[int, ...], why: str, on: torch.device) 
         check.dtype(name, tensor, allowed)
         check.device(name, tensor, on)
         check.last_contiguous(name, tensor)
+
+
+def _inputs(call: TokenCall) -> tuple[Named, ...]:
+    """What every call of tokens only reads."""
+    gates = call.gates
+    tokens = (("q", call.q), ("k", call.k), ("v", call.v))
+    if isinstance(gates, LogGates):
+        return (*tokens, ("gates.g", gates.g), ("gates.beta", gates.beta))
+    parameters = (("gates.A_log", gates.A_log), ("gates.dt_bias", gates.dt_bias))
+    return (*tokens, ("gates.a", gates.a), ("gates.b", gates.b), *parameters)
 
 
 def _slots(slots: Tensor, write_slots: Tensor | None, size: int, states: Tensor, values: bool) -> None:
@@ -154,8 +196,10 @@ def _checkpoints(call: ExtendCall, sequences: int, values: bool) -> None:
     plan = call.checkpoints
     if plan is None:
         return
-    if plan.every < 1 or plan.count < 0:
-        raise ValueRangeError(f"checkpoints must have every >= 1 and count >= 0, got {plan.every} and {plan.count}")
+    if not isinstance(plan, CheckpointPlan):
+        raise ContractError(f"checkpoints must be a CheckpointPlan, got {type(plan).__name__}")
+    check.integer("checkpoints.every", plan.every, 1)
+    check.integer("checkpoints.count", plan.count, 0)
     check.vector("checkpoints.starts", plan.starts, sequences + 1, call.states.device, (torch.int64,), "[S+1]")
     if not (values or check.host_values(plan.starts)):
         return

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Set
 import torch
 
 from qwen35.domain.capabilities import Capabilities, GateKind, Phase, Support
+from qwen35.domain.errors import ConfigurationError
 from qwen35.ports.conv_calls import ConvCommitCall, ConvDecodeCall, ConvExtendCall, ConvPlan, ConvVerifyCall
 from qwen35.ports.gdn_calls import CommitCall, DecodeCall, ExtendCall, GdnPlan, LogGates, VerifyCall
 from qwen35.ports.gdn_checks import call_geometry
@@ -37,8 +38,30 @@ def _answer(reasons: Iterable[str | None]) -> Support:
     return Support.of(*(r for r in reasons if r is not None))
 
 
+def check_plan(plan: GdnPlan | ConvPlan) -> None:
+    """Raise ``ConfigurationError`` where a field of ``plan`` is no plan's: a negative size, a device by name."""
+    sizes = {"max_batch": (plan.max_batch, 0), "max_tokens": (plan.max_tokens, 0), "max_draft": (plan.max_draft, 0)}
+    if isinstance(plan, ConvPlan):
+        sizes |= {"channels": (plan.channels, 1), "width": (plan.width, 2)}
+        state = ("window_dtype", plan.window_dtype)
+    else:
+        state = ("state_dtype", plan.state_dtype)
+        if plan.null_slot is not None:
+            sizes["null_slot"] = (plan.null_slot, 0)
+    kind = type(plan).__name__
+    for name, (value, least) in sizes.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigurationError(f"{kind}.{name} must be an int >= {least}, got {value!r}")
+    if not isinstance(plan.device, torch.device):
+        raise ConfigurationError(f"{kind}.device must be a torch.device, got {plan.device!r}")
+    for name, dtype in (state, ("token_dtype", plan.token_dtype)):
+        if not isinstance(dtype, torch.dtype):
+            raise ConfigurationError(f"{kind}.{name} must be a torch.dtype, got {dtype!r}")
+
+
 def plan_support(can: Capabilities, plan: GdnPlan) -> Support:
-    """Whether an adapter with capabilities ``can`` can serve ``plan``."""
+    """Whether an adapter with capabilities ``can`` can serve ``plan``. Raises what ``check_plan`` raises."""
+    check_plan(plan)
     g = plan.geometry
     return _answer((
         requires("device", can.device_types, plan.device.type),
@@ -81,7 +104,8 @@ def call_support(can: Capabilities, call: _GdnCall) -> Support:
 
 
 def conv_plan_support(can: Capabilities, plan: ConvPlan) -> Support:
-    """Whether an adapter with capabilities ``can`` can serve ``plan``."""
+    """Whether an adapter with capabilities ``can`` can serve ``plan``. Raises what ``check_plan`` raises."""
+    check_plan(plan)
     return _answer((
         requires("device", can.device_types, plan.device.type),
         requires("window dtype", can.state_dtypes, dtype_name(plan.window_dtype)),

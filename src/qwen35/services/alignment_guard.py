@@ -13,6 +13,7 @@ from qwen35.domain.alignment import Remedy, Role, misalignment, remedy
 from qwen35.domain.capabilities import Capabilities, Support
 from qwen35.domain.errors import CaptureError, UnsupportedError
 from qwen35.domain.geometry import GdnGeometry
+from qwen35.ports.admission import CHECKS
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
     DecodeCall,
@@ -164,6 +165,13 @@ class AlignmentGuard:
         return misalignment(tensor, itemsize, self._alignment)
 
     def _aligned(self, call: _Call) -> _Call:
+        try:
+            return self._realigned(call)
+        except AttributeError:  # something is no tensor: the check names it
+            CHECKS[type(call)](call)
+            raise
+
+    def _realigned(self, call: _Call) -> _Call:
         reasons = self._refusals(call)
         if reasons:
             raise UnsupportedError(f"{type(call).__name__} for {self._name}", reasons)

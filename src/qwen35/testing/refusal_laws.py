@@ -40,7 +40,7 @@ def bad_inputs(bench: Bench, case: Case[Any]) -> None:
 def refuse_spoilt(bench: Bench, case: Case[Any], spoil: Spoil) -> Qwen35Error:
     """Serve the spoilt call; returns the refusal. Raises ``AssertionError`` where there is none."""
     trial = bench.trial(case)
-    call = bench.call(case.phase, spoil.apply(trial.parts))
+    call = spoil.call(bench.kit, case.phase, trial.parts)
     refusal = _refusal(bench, call, f"{spoil.name}; {case}", (ContractError, UnsupportedError))
     nothing_written(trial)
     return refusal

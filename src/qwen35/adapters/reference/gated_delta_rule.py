@@ -59,6 +59,7 @@ class ReferenceGatedDeltaRule:
         """Everything on the adapter's device is supported."""
         return call_support(self.capabilities, call)
 
+    @torch.no_grad()
     def decode(self, call: DecodeCall) -> Tensor:
         """One token a row; see the port."""
         check_decode(call)
@@ -75,6 +76,7 @@ class ReferenceGatedDeltaRule:
                 call.states[write] = state
         return out
 
+    @torch.no_grad()
     def extend(self, call: ExtendCall) -> ExtendResult:
         """Packed sequences; see the port."""
         check_extend(call)
@@ -101,6 +103,7 @@ class ReferenceGatedDeltaRule:
                 call.states[written[s]] = state
         return ExtendResult(out=out, checkpoints=checkpoints)
 
+    @torch.no_grad()
     def verify(self, call: VerifyCall) -> Tensor:
         """Draft tokens, chain or tree; see the port."""
         check_verify(call)
@@ -120,6 +123,7 @@ class ReferenceGatedDeltaRule:
                 call.intermediates[rows[i], t] = states[t]
         return out
 
+    @torch.no_grad()
     def commit(self, call: CommitCall) -> None:
         """Copy accepted states; see the port."""
         check_commit(call)

@@ -59,6 +59,7 @@ class ReferenceShortConvolution:
         """Everything on the adapter's device is supported."""
         return conv_call_support(self.capabilities, call)
 
+    @torch.no_grad()
     def decode(self, call: ConvDecodeCall) -> Tensor:
         """One token a row; see the port."""
         check_conv_decode(call)
@@ -66,6 +67,7 @@ class ReferenceShortConvolution:
         spans = [(row, row + 1) for row in range(call.x.shape[0])]
         return self._sequences(call, spans, [False] * len(spans))
 
+    @torch.no_grad()
     def extend(self, call: ConvExtendCall) -> Tensor:
         """Packed sequences; see the port."""
         check_conv_extend(call)
@@ -75,6 +77,7 @@ class ReferenceShortConvolution:
         fresh = [False] * len(spans) if call.fresh is None else call.fresh.tolist()
         return self._sequences(call, spans, fresh)
 
+    @torch.no_grad()
     def verify(self, call: ConvVerifyCall) -> Tensor:
         """Draft tokens, chain or tree; see the port."""
         check_conv_verify(call)
@@ -93,6 +96,7 @@ class ReferenceShortConvolution:
                 call.intermediates[rows[i], t] = _shifted(call.windows[read], call.x[i, path])
         return out
 
+    @torch.no_grad()
     def commit(self, call: ConvCommitCall) -> None:
         """Copy accepted windows; see the port."""
         check_conv_commit(call)
