@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -55,6 +56,30 @@ def test_a_misspelt_line_of_the_file_is_refused(tmp_path: Path) -> None:
 def test_a_bad_value_shows_itself_and_the_allowed_ones() -> None:
     with pytest.raises(ConfigurationError, match=r"prefill_split = 'sometimes'.*'auto', 'on' or 'off'"):
         load_settings(prefill_split="sometimes")
+
+
+@pytest.mark.parametrize("content", [b"gdn_decode = ", b'gdn_decode = "\xff"'], ids=["malformed", "undecodable"])
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "qwen35.toml").write_bytes(content)
+    for make in (load_settings, Settings):
+        with pytest.raises(ConfigurationError, match=r"qwen35\.toml of the working directory cannot be read as TOML"):
+            make()
+
+
+def test_settings_made_directly_refuse_alike(tmp_path: Path) -> None:
+    with pytest.raises(UnknownNameError, match="Did you mean 'gdn_decode'"):
+        Settings(gdn_decod="x")
+    with pytest.raises(ConfigurationError, match=r"prefill_split = 'sometimes'.*'auto', 'on' or 'off'"):
+        Settings(prefill_split="sometimes")
+    (tmp_path / "qwen35.toml").write_text('gdn_decoder = "triton"\n')
+    with pytest.raises(UnknownNameError, match="gdn_decode"):
+        Settings()
+
+
+@pytest.mark.parametrize("base", ["triton", {"gdn_decode": "triton"}, Settings])
+def test_a_base_must_be_settings(base: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"settings must be Settings, got .*build\(gdn_decode="):
+        load_settings(base)
 
 
 def test_given_settings_are_taken_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:

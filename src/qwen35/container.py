@@ -7,6 +7,7 @@ from typing import Any
 
 from dependency_injector import containers, providers
 
+from qwen35.domain.errors import ConfigurationError
 from qwen35.ports.adapter import AdapterEntry
 from qwen35.services.assembly import make_finalize, make_gated_delta_rule, make_registry, make_short_convolution
 from qwen35.services.counters import Counters
@@ -39,9 +40,11 @@ def build(
     ``adapters`` are known besides the installed ones (fakes, experiments). Services are made at once, so an
     unknown or unusable choice raises here: ``ConfigurationError`` or ``UnavailableError``.
     """
-    container = Container(
-        settings=load_settings(settings, **overrides), extra_adapters=providers.Object(tuple(adapters))
-    )
+    entries = tuple(adapters)
+    for entry in entries:
+        if not isinstance(entry, AdapterEntry):
+            raise ConfigurationError(f"adapters must be AdapterEntry objects, got {entry!r}")
+    container = Container(settings=load_settings(settings, **overrides), extra_adapters=providers.Object(entries))
     container.gated_delta_rule()
     container.short_convolution()
     container.finalize()

@@ -21,6 +21,7 @@ from pydantic_settings import (
 from qwen35.domain.errors import ConfigurationError, UnknownNameError
 
 ENVIRONMENT_PREFIX = "QWEN35_"
+FILE = "qwen35.toml"
 FloatName = Literal["float32", "bfloat16", "float16"]
 
 
@@ -28,7 +29,7 @@ class Settings(BaseSettings):
     """What can be chosen. An adapter is named as ``qwen35 doctor`` lists it; "auto" takes the best usable one."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENVIRONMENT_PREFIX, toml_file="qwen35.toml", frozen=True, extra="forbid", env_ignore_empty=True
+        env_prefix=ENVIRONMENT_PREFIX, toml_file=FILE, frozen=True, extra="forbid", env_ignore_empty=True
     )
 
     gdn_decode: str = Field("auto", description="adapter of the gated delta rule for decode")
@@ -47,6 +48,14 @@ class Settings(BaseSettings):
     sglang_untested: bool = Field(False, description="try a release of SGLang that no test has seen")
     sglang_strict: bool = Field(False, description="stop SGLang where seam or model do not fit; else it runs alone")
 
+    def __init__(self, **values: Any) -> None:
+        """Raises ``UnknownNameError`` for a setting that does not exist and ``ConfigurationError`` for a value that is
+        not valid or a file that cannot be read."""
+        try:
+            super().__init__(**values)
+        except ValidationError as exc:
+            raise _translated(exc) from exc
+
     @field_validator("gdn_fallback", "gdn_shadow", mode="before")
     @classmethod
     def _none_is_none(cls, value: Any) -> Any:
@@ -62,25 +71,29 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments, environment, qwen35.toml, in this order."""
-        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+        try:
+            file_settings = TomlConfigSettingsSource(settings_cls)
+        except (OSError, ValueError) as exc:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+            raise ConfigurationError(f"{FILE} of the working directory cannot be read as TOML: {exc}") from exc
+        return init_settings, env_settings, file_settings
 
 
 def load_settings(base: Settings | None = None, **overrides: Any) -> Settings:
     """Settings from the environment and file, or ``base``, with ``overrides`` on top.
 
     Raises ``UnknownNameError`` for a setting that does not exist and ``ConfigurationError``, showing the value
-    and what is allowed, for one that is not valid.
+    and what is allowed, for one that is not valid, for a file that cannot be read and a ``base`` of another type.
     """
+    if base is not None and not isinstance(base, Settings):
+        raise ConfigurationError(
+            f"settings must be Settings, got {base!r}; name an adapter by its setting: build(gdn_decode=...)"
+        )
     for name in overrides:
         if name not in Settings.model_fields:
             raise UnknownNameError("setting", name, Settings.model_fields)
     if base is None:
         _refuse_unknown_variables()
-    values = {**(base.model_dump() if base else {}), **overrides}
-    try:
-        return Settings(**values)
-    except ValidationError as exc:
-        raise _translated(exc) from exc
+    return Settings(**{**(base.model_dump() if base else {}), **overrides})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +121,7 @@ def launch_environment() -> LaunchEnvironment:
 
 def _launch_number(variable: str, least: int = 0, most: int | None = None) -> int:
     text = os.environ.get(variable, "")
-    if text.isdecimal() and least <= int(text) and (most is None or int(text) <= most):
+    if text.isascii() and text.isdecimal() and least <= int(text) and (most is None or int(text) <= most):
         return int(text)
     allowed = f"at least {least}" if most is None else f"in {least}..{most}"
     raise ConfigurationError(
