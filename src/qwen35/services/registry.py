@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from qwen35.domain.capabilities import Support
-from qwen35.domain.errors import ConfigurationError, UnavailableError, UnknownNameError
+from qwen35.domain.errors import ConfigurationError, Qwen35Error, UnavailableError, UnknownNameError
 from qwen35.domain.platform import Platform
 from qwen35.ports.adapter import ENTRY_POINT_GROUP, AdapterEntry, AdapterOptions
+from qwen35.ports.finalize_fusion import FinalizeFusion
+from qwen35.ports.gated_delta_rule import GatedDeltaRule
+from qwen35.ports.short_convolution import ShortConvolution
 
 AUTO = "auto"
+#: An adapter of this rank or less is used only when it is named.
+NAMED_ONLY_RANK = 0
+_PROTOCOLS: dict[str, type] = {
+    "gated_delta_rule": GatedDeltaRule, "short_convolution": ShortConvolution, "finalize_fusion": FinalizeFusion,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,21 +36,42 @@ class Choice:
 def installed_entries() -> dict[tuple[str, str], AdapterEntry]:
     """Every adapter that an installed package declares, by (port, name).
 
-    One that cannot be imported is kept, unusable, with the error as its reason.
+    One that cannot be loaded, is no entry of that port and name, or is declared twice is kept, unusable, with the
+    reason. Raises ``ConfigurationError`` for an entry point that names no port.
     """
-    found: dict[tuple[str, str], AdapterEntry] = {}
+    declared: dict[tuple[str, str], dict[str, EntryPoint]] = {}
     for point in entry_points(group=ENTRY_POINT_GROUP):
         port, dot, name = point.name.partition(".")
         if not dot:
             raise ConfigurationError(f"entry point {point.name!r} of {ENTRY_POINT_GROUP} must be '<port>.<adapter>'")
-        try:
-            entry = point.load()
-        except (ImportError, AttributeError) as exc:
-            entry = _broken(port, name, f"{point.value} cannot be loaded: {exc}")
-        if not isinstance(entry, AdapterEntry):
-            entry = _broken(port, name, f"{point.value} must be an AdapterEntry, got {type(entry).__name__}")
-        found[port, name] = entry
+        declared.setdefault((port, name), {})[point.value] = point
+    found = {}
+    for (port, name), points in declared.items():
+        if len(points) > 1:
+            found[port, name] = _broken(port, name, f"declared more than once, uninstall all but one: {_list(points)}")
+        else:
+            found[port, name] = _loaded(port, name, *points.values())
     return found
+
+
+def _list(points: Mapping[str, EntryPoint]) -> str:
+    return ", ".join(f"{value} of {point.dist.name if point.dist else '?'}" for value, point in points.items())
+
+
+def _loaded(port: str, name: str, point: EntryPoint) -> AdapterEntry:
+    try:
+        entry = point.load()
+    except Exception as exc:  # noqa: BLE001 - another package's module may raise anything; the others must still work
+        return _broken(port, name, f"{point.value} cannot be loaded: {_said(exc)}")
+    if not isinstance(entry, AdapterEntry):
+        return _broken(port, name, f"{point.value} must be an AdapterEntry, got {type(entry).__name__}")
+    if (entry.port, entry.name) != (port, name):
+        return _broken(port, name, f"{point.value} must be the entry of {port}.{name}, got {entry.port}.{entry.name}")
+    return entry
+
+
+def _said(exc: Exception) -> str:
+    return f"{type(exc).__name__}: {exc}"
 
 
 def _broken(port: str, name: str, reason: str) -> AdapterEntry:
@@ -84,41 +113,74 @@ class AdapterRegistry:
             raise UnknownNameError(f"{port} adapter", name, self.names(port)) from None
 
     def usable(self, port: str, name: str) -> Support:
-        """Whether the adapter can be used on this machine, with reasons."""
-        return self.entry(port, name).probe(self.platform)
+        """Whether the adapter can be used on this machine, with reasons; a probe that fails is one."""
+        entry = self.entry(port, name)
+        try:
+            support: object = entry.probe(self.platform)
+        except Exception as exc:  # noqa: BLE001 - another package's code may raise anything, though a probe must not
+            return Support.of(f"its probe failed with {_said(exc)}")
+        if not isinstance(support, Support):
+            return Support.of(f"its probe must return Support, got {type(support).__name__}")
+        return support
 
     def adapter(self, port: str, name: str) -> Any:
-        """The adapter, made at the first request. Raises ``UnavailableError`` with the probe's reasons."""
-        entry = self.entry(port, name)
+        """The adapter, made at the first request.
+
+        Raises ``UnavailableError`` with the probe's reasons, with what its factory raised, or naming what the
+        object that it gave lacks of the port.
+        """
         if (port, name) not in self._made:
-            support = entry.probe(self.platform)
+            what, support = f"{port} adapter {name!r}", self.usable(port, name)
             if not support:
-                raise UnavailableError(f"{port} adapter {name!r}", support.reasons)
-            self._made[port, name] = entry.create(self.platform, self._options)
+                raise UnavailableError(what, support.reasons)
+            self._made[port, name] = _made(what, self.entry(port, name), self.platform, self._options)
         return self._made[port, name]
 
     def choose(self, port: str, requested: str) -> Choice:
         """The adapter named by ``requested``, or for "auto" the usable one of the highest rank that keeps
-        every clause. Raises ``UnavailableError`` where the named one, or every one, cannot be used."""
+        every clause; one of rank 0 or less is only ever taken by name. Raises ``UnavailableError`` where the named
+        one, or every one, cannot be used."""
         if requested != AUTO:
             self.adapter(port, requested)
             return Choice(port, requested, "named in the settings")
         rejected: dict[str, tuple[str, ...]] = {}
         for name in self.names(port):
-            support = self.usable(port, name)
-            if not support:
-                rejected[name] = support.reasons
-                continue
+            reasons = self._against(port, name)
+            if not reasons:
+                return Choice(port, name, "best usable adapter that keeps every clause", rejected)
+            rejected[name] = reasons
+        found = [f"{name}: {'; '.join(why)}" for name, why in rejected.items()]
+        raise UnavailableError(f"no {port} adapter is usable here", found or ["none is installed"])
+
+    def _against(self, port: str, name: str) -> tuple[str, ...]:
+        """Why the automatic choice does not take this adapter; none: it may."""
+        rank = self.entry(port, name).rank
+        if rank <= NAMED_ONLY_RANK:
+            return (f"rank {rank}: used only when named",)
+        try:
             deviations = self.adapter(port, name).capabilities.deviations
-            if deviations:
-                rejected[name] = tuple(f"deviates from {clause}: {why}" for clause, why in deviations.items())
-                continue
-            return Choice(port, name, "best usable adapter that keeps every clause", rejected)
-        reasons = [f"{name}: {'; '.join(why)}" for name, why in rejected.items()]
-        raise UnavailableError(f"no {port} adapter is usable here", reasons or ["none is installed"])
+        except UnavailableError as exc:
+            return exc.reasons
+        return tuple(f"deviates from {clause}: {why}" for clause, why in deviations.items())
 
     def close(self) -> None:
         """Close every adapter that was made."""
         for made in self._made.values():
             made.close()
         self._made.clear()
+
+
+def _made(what: str, entry: AdapterEntry, platform: Platform, options: AdapterOptions) -> Any:
+    try:
+        made = entry.create(platform, options)
+    except Qwen35Error:
+        raise
+    except Exception as exc:
+        raise UnavailableError(what, [f"its factory failed with {_said(exc)}"]) from exc
+    protocol = _PROTOCOLS.get(entry.port)
+    if protocol is not None and not isinstance(made, protocol):
+        asked = [member for member in vars(protocol) if not member.startswith("_")]
+        lacking = [member for member in asked if member not in dir(made)]
+        reason = f"requires a {protocol.__name__}, got {type(made).__name__}"
+        raise UnavailableError(what, [f"{reason} without {', '.join(lacking)}" if lacking else reason])
+    return made
