@@ -131,15 +131,15 @@ def parse_config(top: dict[str, object], where: str, generation_eos: object = No
 def _text_part(top: dict[str, object], where: str) -> tuple[str, dict[str, object], object]:
     """The text model's type, its object, and whether embeddings are tied (a wrapper's own word counts)."""
     model_type = top.get("model_type")
-    if model_type in (DENSE, MOE):
-        return str(model_type), top, top.get("tie_word_embeddings", False)
-    if model_type not in WRAPPERS:
+    if isinstance(model_type, str) and model_type in (DENSE, MOE):
+        return model_type, top, top.get("tie_word_embeddings", False)
+    if not isinstance(model_type, str) or model_type not in WRAPPERS:
         known = ", ".join((DENSE, MOE, *WRAPPERS))
         raise CheckpointError(f"{where}: model_type must be one of {known}, got {model_type!r}")
     text = top.get("text_config")
     if not isinstance(text, dict):
         raise CheckpointError(f"{where}: text_config is missing; a {model_type} checkpoint must have one")
-    inner = text.get("model_type", WRAPPERS[str(model_type)])
+    inner = text.get("model_type", WRAPPERS[model_type])
     if inner not in (DENSE, MOE):
         raise CheckpointError(f"{where}: text_config.model_type must be {DENSE} or {MOE}, got {inner!r}")
     return str(inner), text, top.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
@@ -162,12 +162,13 @@ def _layer_types(keys: Keys) -> tuple[LayerType, ...]:
     if not isinstance(given, list):
         keys.wrong("layer_types", "a list", given)
         return ()
+    types = [LayerType(name) for name in given if isinstance(name, str) and name in known]
     for i, name in enumerate(given):
-        if name not in known:
+        if not isinstance(name, str) or name not in known:
             keys.wrong(f"layer_types[{i}]", " or ".join(sorted(known)), name)
     if len(given) != count:
         keys.wrong("layer_types", f"num_hidden_layers = {count} entries", f"{len(given)} entries")
-    return tuple(LayerType(name) for name in given if name in known)
+    return tuple(types)
 
 
 def _moe(keys: Keys, layers: int) -> MoeConfig:
@@ -175,16 +176,27 @@ def _moe(keys: Keys, layers: int) -> MoeConfig:
     if top_k > experts:
         keys.wrong("num_experts_per_tok", f"at most num_experts = {experts}", top_k)
     step = keys.size("decoder_sparse_step", default=1)
-    dense = keys.get("mlp_only_layers") or []
-    if not isinstance(dense, list):
-        keys.wrong("mlp_only_layers", "a list of layer numbers", dense)
-        dense = []
+    dense = _layer_numbers(keys, "mlp_only_layers", layers)
     return MoeConfig(
         experts=experts, top_k=top_k, expert_width=keys.size("moe_intermediate_size"),
         shared_width=keys.size("shared_expert_intermediate_size"),
         normalise_top_k=keys.flag("norm_topk_prob", True),
         layers=frozenset(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
     )  # fmt: skip
+
+
+def _layer_numbers(keys: Keys, name: str, layers: int) -> frozenset[int]:
+    """A list of layers, none where the key is absent or null."""
+    given = keys.get(name)
+    if given is None:
+        return frozenset()
+    if not isinstance(given, list):
+        keys.wrong(name, "a list of layer numbers", repr(given))
+        return frozenset()
+    for i, number in enumerate(given):
+        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < layers:
+            keys.wrong(f"{name}[{i}]", f"a layer number in 0..{layers - 1}", repr(number))
+    return frozenset(number for number in given if isinstance(number, int))
 
 
 def _rope(keys: Keys, head_width: int) -> tuple[float, int]:
