@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from qwen35.cli.doctor import AdapterFacts, ChoiceFacts, Report
+import qwen35
+from qwen35.cli.doctor import AdapterFacts, Report
+from qwen35.cli.doctor_choices import BuildFacts, ChoiceFacts
+from qwen35.domain.errors import Qwen35Error
 
 
 def test_json_has_the_documented_shape(run: Any) -> None:
@@ -17,7 +20,7 @@ def test_json_has_the_documented_shape(run: Any) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report.keys() == Report.__annotations__.keys()
-    assert report["schema"] == 1
+    assert report["schema"] == 2
     assert report["device"]["device"] == "cpu"
     assert report["settings"]["gdn_decode"] == "auto"
     assert report["versions"]["torch"]
@@ -29,7 +32,51 @@ def test_json_has_the_documented_shape(run: Any) -> None:
     for choice in report["choices"]:
         assert choice.keys() == ChoiceFacts.__annotations__.keys()
         assert choice["reason"]
-    assert [c["setting"] for c in report["choices"]] == ["gdn_decode", "gdn_extend", "gdn_verify", "conv"]
+    assert [c["setting"] for c in report["choices"]] == [
+        "gdn_decode", "gdn_extend", "gdn_verify", "gdn_fallback", "gdn_shadow", "conv", "finalize",
+    ]  # fmt: skip
+    assert report["build"].keys() == BuildFacts.__annotations__.keys()
+    assert report["build"]["ok"]
+
+
+def test_each_kind_of_adapter_is_summed_up_in_words_of_its_port(run: Any) -> None:
+    ports = json.loads(run("doctor", "--json", "--device", "cpu").stdout)["ports"]
+    offers = {(port, facts["name"]): facts["offers"] for port, adapters in ports.items() for facts in adapters}
+    assert offers["gated_delta_rule", "reference"] == ["all phases"]
+    assert offers["finalize_fusion", "reference"] == ["any number of ranks", "bfloat16", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "builds", "said"),
+    [
+        ("gdn_fallback", "reference", True, "serves what the chosen adapter refuses"),
+        ("gdn_fallback", "refrence", False, "build() would fail: unknown gated_delta_rule adapter 'refrence'"),
+        ("gdn_fallback", "triton", False, "device requires cuda"),
+        ("gdn_shadow", "refrence64:0.1", False, "build() would fail: "),
+        ("finalize", "off", True, "off"),
+        ("finalize", "reference", True, "the first usable here"),
+        ("finalize", "flashinfer_ipc", True, "prepare() among ranks would fail"),
+        ("finalize", "refrence", False, "build() would fail: unknown finalize_fusion adapter"),
+        ("conv", "refrence", False, "build() would fail: unknown short_convolution adapter"),
+    ],
+)
+def test_doctor_says_of_every_setting_what_build_does(
+    run: Any, setting: str, value: str, builds: bool, said: str
+) -> None:
+    env = {f"QWEN35_{setting.upper()}": value, "TRITON_INTERPRET": "0"}
+    report = json.loads(run("doctor", "--json", "--device", "cpu", env=env).stdout)
+    (choice,) = [c for c in report["choices"] if c["setting"] == setting]
+    assert choice["requested"] == value
+    assert said in choice["reason"]
+    assert choice["ok"] == (choice["adapter"] is not None or value == "off")
+    assert report["build"]["ok"] is builds
+    assert bool(report["build"]["reason"]) is not builds
+    if builds:
+        qwen35.build(device="cpu", **{setting: value})
+        return
+    with pytest.raises(Qwen35Error) as refused:
+        qwen35.build(device="cpu", **{setting: value})
+    assert str(refused.value) == report["build"]["reason"]
 
 
 def test_choice_is_explained_with_why_each_other_was_not_taken(run: Any) -> None:
@@ -89,6 +136,12 @@ def test_a_named_adapter_that_cannot_serve_is_a_choice_with_a_reason_not_a_crash
         (("generate", "/nowhere"), {}, "either --prompt TEXT or --token-ids"),
         (("generate", "/nowhere", "--token-ids", "1", "--prompt", "x"), {}, "either --prompt TEXT or --token-ids"),
         (("generate", "/nowhere", "--token-ids", "1,b"), {}, "got 'b'"),
+        (("generate", "/nowhere", "--token-ids", "1,²"), {}, "got '²'"),
+        (("generate", "/nowhere", "--token-ids", "٣"), {}, "got '٣'"),
+        (("generate", "/nowhere", "--token-ids", "9" * 5000), {}, "must be numbers joined by commas"),
+        (("generate", "/nowhere", "--token-ids", "1", "--logits", "none/a.safetensors"), {}, "--logits"),
+        (("generate", "/nowhere", "--token-ids", "1", "--logits", "."), {}, "--logits must be a file, got the folder"),
+        (("swap", "--decode-batches", "²"), {}, "positive integers, got '²'"),
     ],
 )
 def test_an_error_of_ours_is_one_line_and_exit_code_2(
@@ -112,7 +165,7 @@ def test_help_imports_no_framework() -> None:
         "import sys\n"
         "from typer.testing import CliRunner\n"
         "from qwen35.cli.main import app\n"
-        "for name in ('', 'doctor', 'swap', 'generate', 'conform', 'demo'):\n"
+        "for name in ('', 'doctor', 'swap', 'generate', 'conform', 'demo', 'sglang', 'sglang explain'):\n"
         "    result = CliRunner().invoke(app, [*name.split(), '--help'])\n"
         "    assert result.exit_code == 0, result.output\n"
         "heavy = {'torch', 'triton', 'transformers', 'matplotlib', 'hypothesis'} & set(sys.modules)\n"

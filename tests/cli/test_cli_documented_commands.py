@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
+from typer.core import TyperGroup
 
 from qwen35.cli.main import app
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = ("doctor", "swap", "generate", "conform", "demo")
+COMMANDS = ("doctor", "swap", "generate", "conform", "demo", "sglang")
 
 
 def documented() -> list[tuple[str, str]]:
@@ -28,9 +30,11 @@ def documented() -> list[tuple[str, str]]:
 
 
 def parse(line: str) -> None:
-    _, name, *words = shlex.split(line, comments=True)
-    group = typer.main.get_command(app)
-    command = group.commands[name]  # type: ignore[attr-defined]
+    name, *words = shlex.split(line, comments=True)
+    command: Any = typer.main.get_command(app)
+    while isinstance(command, TyperGroup) and words:
+        name, *words = words
+        command = command.commands[name]
     command.make_context(name, words)
 
 
@@ -47,6 +51,8 @@ def test_a_command_that_is_not_there_would_be_noticed() -> None:
         parse("qwen35 swap --gnd triton")
     with pytest.raises(KeyError):
         parse("qwen35 swop")
+    with pytest.raises(KeyError):
+        parse("qwen35 sglang explian")
 
 
 def test_the_help_lists_every_command() -> None:

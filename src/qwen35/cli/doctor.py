@@ -9,42 +9,28 @@ import typer
 
 from qwen35.cli.house import DEVICE_HELP, open_registry, settings_in_force
 from qwen35.cli.screen import output
-from qwen35.domain.capabilities import Phase
+from qwen35.domain.capabilities import Capabilities, Phase
 from qwen35.domain.errors import Qwen35Error
+from qwen35.domain.finalize_capabilities import FusionCapabilities
 
 if TYPE_CHECKING:
+    from qwen35.cli.doctor_choices import BuildFacts, ChoiceFacts
     from qwen35.services.registry import AdapterRegistry
-    from qwen35.settings import Settings
 
-SCHEMA = 1
-#: The settings that name an adapter, and the port of each.
-_CHOICES = {
-    "gdn_decode": "gated_delta_rule", "gdn_extend": "gated_delta_rule", "gdn_verify": "gated_delta_rule",
-    "conv": "short_convolution",
-}  # fmt: skip
+SCHEMA = 2
 
 
 class AdapterFacts(TypedDict):
-    """One adapter. ``reasons`` say why it is not usable; ``deviations`` maps clauses to why they are not kept."""
+    """One adapter. ``reasons`` say why it is not usable; ``offers`` is what it can do, in words of its port;
+    ``deviations`` maps clauses to why they are not kept."""
 
     name: str
     summary: str
     rank: int
     usable: bool
     reasons: list[str]
-    phases: list[str]
+    offers: list[str]
     deviations: dict[str, str]
-
-
-class ChoiceFacts(TypedDict):
-    """What one setting leads to. ``adapter`` is None where nothing can serve; ``reason`` says why."""
-
-    setting: str
-    requested: str
-    port: str
-    adapter: str | None
-    reason: str
-    rejected: dict[str, list[str]]
 
 
 class Report(TypedDict):
@@ -56,6 +42,7 @@ class Report(TypedDict):
     settings: dict[str, Any]
     ports: dict[str, list[AdapterFacts]]
     choices: list[ChoiceFacts]
+    build: BuildFacts
 
 
 def doctor(
@@ -72,6 +59,7 @@ def doctor(
 
 def gather(device: str = "") -> Report:
     """The report. Raises ``ConfigurationError`` for settings that are not valid or a device that is not there."""
+    from qwen35.cli.doctor_choices import choices, try_to_build
     from qwen35.testing.machine import device_facts, versions
 
     settings = settings_in_force(device)
@@ -80,7 +68,7 @@ def gather(device: str = "") -> Report:
     report = Report(
         schema=SCHEMA, versions=versions(), device=dict(device_facts(platform)), settings=settings.model_dump(),
         ports={p: [_adapter(registry, p, n) for n in registry.names(p)] for p in registry.ports()},
-        choices=_choices(registry, settings),
+        choices=choices(registry, settings), build=try_to_build(registry, settings),
     )  # fmt: skip
     registry.close()
     return report
@@ -90,37 +78,31 @@ def _adapter(registry: AdapterRegistry, port: str, name: str) -> AdapterFacts:
     entry, support = registry.entry(port, name), registry.usable(port, name)
     facts = AdapterFacts(
         name=name, summary=entry.summary, rank=entry.rank, usable=support.ok, reasons=list(support.reasons),
-        phases=[], deviations={},
+        offers=[], deviations={},
     )  # fmt: skip
     if not support:
         return facts
     try:
         can = registry.adapter(port, name).capabilities
-    except (Qwen35Error, ImportError) as exc:
+    except Qwen35Error as exc:
         facts["usable"], facts["reasons"] = False, [str(exc)]
         return facts
-    facts["phases"] = sorted(map(str, can.phases))
+    facts["offers"] = _offers(can)
     facts["deviations"] = {str(clause): why for clause, why in can.deviations.items()}
     return facts
 
 
-def _choices(registry: AdapterRegistry, settings: Settings) -> list[ChoiceFacts]:
-    requested = {"gdn_decode": settings.gdn_decode, "gdn_extend": settings.gdn_extend,
-                 "gdn_verify": settings.gdn_verify, "conv": settings.conv}  # fmt: skip
-    found = []
-    for setting, port in _CHOICES.items():
-        facts = ChoiceFacts(
-            setting=setting, requested=requested[setting], port=port, adapter=None, reason="", rejected={}
-        )
-        try:
-            choice = registry.choose(port, requested[setting])
-        except (Qwen35Error, ImportError) as exc:
-            facts["reason"] = str(exc)
-        else:
-            facts["adapter"], facts["reason"] = choice.name, choice.reason
-            facts["rejected"] = {name: list(why) for name, why in choice.rejected.items()}
-        found.append(facts)
-    return found
+def _offers(can: Capabilities | FusionCapabilities) -> list[str]:
+    """The phases of an adapter of a recurrence or convolution; ranks and dtypes of a fused finalize."""
+    if isinstance(can, FusionCapabilities):
+        sizes = "any number of ranks" if can.tp_sizes is None else f"{_joined(can.tp_sizes)} ranks"
+        return [f"{sizes}{' of one host' if can.one_host else ''}", *sorted(can.dtypes)]
+    return ["all phases"] if len(can.phases) == len(Phase) else sorted(map(str, can.phases))
+
+
+def _joined(sizes: frozenset[int]) -> str:
+    *most, last = map(str, sorted(sizes))
+    return f"{', '.join(most)} or {last}" if most else last
 
 
 def _show(report: Report) -> None:
@@ -134,19 +116,21 @@ def _show(report: Report) -> None:
     settings = [f"{name}={value}" for name, value in report["settings"].items()]
     console.print(f"settings  {', '.join(settings)}", markup=False)
     for port, adapters in report["ports"].items():
-        table = Table("adapter", "usable", "phases", "why not, or which clauses it cannot keep", title=port)
+        table = Table("adapter", "usable", "offers", "why not, or which clauses it cannot keep", title=port)
         for facts in adapters:
             why = facts["reasons"] or [f"{clause}: {reason}" for clause, reason in facts["deviations"].items()]
             usable = "[green]yes[/]" if facts["usable"] else "[red]no[/]"
-            phases = "all" if len(facts["phases"]) == len(Phase) else ", ".join(facts["phases"])
-            table.add_row(_plain(facts["name"]), usable, phases, _plain("; ".join(why)))
+            table.add_row(_plain(facts["name"]), usable, ", ".join(facts["offers"]), _plain("; ".join(why)))
         console.print(table)
     table = Table("setting", "asked for", "chosen", "why", title="what the container would choose")
     for choice in report["choices"]:
         why = [choice["reason"], *(f"not {n}: {'; '.join(r)}" for n, r in choice["rejected"].items())]
-        table.add_row(choice["setting"], choice["requested"], choice["adapter"] or "[red]none[/]",
-                      _plain("\n".join(why)))  # fmt: skip
+        nobody = "none" if choice["ok"] else "[red]none[/]"
+        chosen = _plain(choice["adapter"]) if choice["adapter"] else nobody
+        table.add_row(choice["setting"], _plain(choice["requested"]), chosen, _plain("\n".join(why)))
     console.print(table)
+    build = report["build"]
+    console.print(f"build()   {'works' if build['ok'] else 'fails: ' + build['reason']}", markup=False)
 
 
 def _plain(text: str) -> str:

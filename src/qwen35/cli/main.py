@@ -1,4 +1,4 @@
-"""The command line: ``qwen35 doctor | swap | generate | conform | demo``.
+"""The command line: ``qwen35 doctor | swap | generate | conform | demo | sglang``.
 
 Commands live in modules of their own and import frameworks when they run, so that ``--help`` stays quick.
 """
@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperGroup
 
 from qwen35 import __version__
-from qwen35.cli import conform, demo, doctor, generate, swap
+from qwen35.cli import conform, demo, doctor, generate, sglang_cmd, swap
 from qwen35.cli.screen import errors
 from qwen35.domain.errors import Qwen35Error
 
@@ -38,6 +38,7 @@ app.command()(swap.swap)
 app.command()(generate.generate)
 app.command()(conform.conform)
 app.command()(demo.demo)
+app.add_typer(sglang_cmd.app, name="sglang")
 
 
 def _version(wanted: bool) -> None:

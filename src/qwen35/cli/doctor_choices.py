@@ -1,0 +1,133 @@
+"""What ``build()`` would do with each setting that names an adapter, and whether it would succeed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, TypedDict
+
+from qwen35.domain.errors import Qwen35Error
+
+if TYPE_CHECKING:
+    from qwen35.services.registry import AdapterRegistry
+    from qwen35.settings import Settings
+
+_RULE, _CONVOLUTION, _FINALIZE = "gated_delta_rule", "short_convolution", "finalize_fusion"
+
+
+class ChoiceFacts(TypedDict):
+    """What one setting leads to. ``adapter`` is None where nothing serves; ``ok`` is false where that makes
+    ``build()``, or the first use after it, fail; ``reason`` says why."""
+
+    setting: str
+    requested: str
+    port: str
+    adapter: str | None
+    ok: bool
+    reason: str
+    rejected: dict[str, list[str]]
+
+
+class BuildFacts(TypedDict):
+    """Whether ``build()`` succeeds with these settings; ``reason`` says why not."""
+
+    ok: bool
+    reason: str
+
+
+def choices(registry: AdapterRegistry, settings: Settings) -> list[ChoiceFacts]:
+    """One entry a setting."""
+    return [
+        _chosen(registry, "gdn_decode", _RULE, settings.gdn_decode),
+        _chosen(registry, "gdn_extend", _RULE, settings.gdn_extend),
+        _chosen(registry, "gdn_verify", _RULE, settings.gdn_verify),
+        _fallback(registry, settings.gdn_fallback),
+        _shadow(registry, settings),
+        _chosen(registry, "conv", _CONVOLUTION, settings.conv),
+        _finalize(registry, settings.finalize),
+    ]
+
+
+def try_to_build(registry: AdapterRegistry, settings: Settings) -> BuildFacts:
+    """Make the services as the container does. The workspace of the fused finalize is no part of it."""
+    from qwen35.services.assembly import make_finalize, make_gated_delta_rule, make_short_convolution
+    from qwen35.services.counters import Counters
+    from qwen35.services.finalize_registry import WorkspaceRegistry
+
+    counters = Counters()
+    try:
+        make_gated_delta_rule(settings, registry, counters)
+        make_short_convolution(settings, registry, counters)
+        make_finalize(settings, registry, counters, WorkspaceRegistry())
+    except Qwen35Error as exc:
+        return BuildFacts(ok=False, reason=str(exc))
+    return BuildFacts(ok=True, reason="")
+
+
+def _facts(setting: str, port: str, requested: str, reason: str, *, ok: bool = True) -> ChoiceFacts:
+    return ChoiceFacts(
+        setting=setting, requested=requested, port=port, adapter=None, ok=ok, reason=reason, rejected={}
+    )
+
+
+def _chosen(registry: AdapterRegistry, setting: str, port: str, requested: str) -> ChoiceFacts:
+    try:
+        choice = registry.choose(port, requested)
+    except Qwen35Error as exc:
+        return _facts(setting, port, requested, f"build() would fail: {exc}", ok=False)
+    facts = _facts(setting, port, requested, choice.reason)
+    facts["adapter"] = choice.name
+    facts["rejected"] = {name: list(why) for name, why in choice.rejected.items()}
+    return facts
+
+
+def _fallback(registry: AdapterRegistry, requested: str | None) -> ChoiceFacts:
+    setting = "gdn_fallback"
+    if requested is None:
+        return _facts(setting, _RULE, "none", "no fallback: what the chosen adapter refuses is an error")
+    try:
+        registry.adapter(_RULE, requested)
+    except Qwen35Error as exc:
+        return _facts(setting, _RULE, requested, f"build() would fail: {exc}", ok=False)
+    facts = _facts(setting, _RULE, requested, "serves what the chosen adapter refuses")
+    facts["adapter"] = requested
+    return facts
+
+
+def _shadow(registry: AdapterRegistry, settings: Settings) -> ChoiceFacts:
+    from qwen35.services.assembly import make_gated_delta_rule
+    from qwen35.services.counters import Counters
+
+    setting = "gdn_shadow"
+    if settings.gdn_shadow is None:
+        return _facts(setting, _RULE, "none", "no shadow")
+    # Adapters that always work, so that only the shadow can fail.
+    others = dict.fromkeys(("gdn_decode", "gdn_extend", "gdn_verify"), "reference")
+    try:
+        make_gated_delta_rule(settings.model_copy(update={**others, "gdn_fallback": None}), registry, Counters())
+    except Qwen35Error as exc:
+        return _facts(setting, _RULE, settings.gdn_shadow, f"build() would fail: {exc}", ok=False)
+    facts = _facts(setting, _RULE, settings.gdn_shadow, "runs on copies of sampled calls")
+    facts["adapter"] = settings.gdn_shadow.partition(":")[0]
+    return facts
+
+
+def _finalize(registry: AdapterRegistry, requested: str) -> ChoiceFacts:
+    """What this process sees alone: which adapter is taken all ranks agree on in ``prepare``."""
+    from qwen35.services.finalize_fusion import OFF
+
+    if requested == OFF:
+        return _facts("finalize", _FINALIZE, requested, "off: no layer ends in the fused finalize")
+    try:
+        names = registry.names(_FINALIZE) if requested == "auto" else (registry.entry(_FINALIZE, requested).name,)
+    except Qwen35Error as exc:
+        return _facts("finalize", _FINALIZE, requested, f"build() would fail: {exc}", ok=False)
+    rejected: dict[str, list[str]] = {}
+    for name in names:
+        support = registry.usable(_FINALIZE, name)
+        if support:
+            facts = _facts("finalize", _FINALIZE, requested, "the first usable here; prepare() asks every rank")
+            facts["adapter"], facts["rejected"] = name, rejected
+            return facts
+        rejected[name] = list(support.reasons)
+    facts = _facts("finalize", _FINALIZE, requested, "build() works, prepare() among ranks would fail", ok=False)
+    facts["rejected"] = rejected
+    return facts
