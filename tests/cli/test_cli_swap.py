@@ -126,6 +126,16 @@ def test_without_matplotlib_there_is_no_plot_and_it_says_so(
     assert not (tmp_path / "out" / "swap.png").exists()
 
 
+def test_an_out_that_cannot_be_a_folder_is_refused_before_measuring(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    file = tmp_path / "taken"
+    file.write_text("mine")
+    for out in (file, file / "below"):
+        result = swap(run, checkpoint, out, "--gdn", "reference")
+        assert result.exit_code == 2, result.output
+        assert "--out must be a folder that can be made" in result.stderr
+    assert file.read_text() == "mine"
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_decode_is_replayed_cold_and_stays_under_the_ceiling(run: Any, tmp_path: Path) -> None:
     words = ("--gdn", "triton", "--decode-batches", "1,64", "--prefill", "1x64", "--verify", "2x3")

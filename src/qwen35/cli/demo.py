@@ -14,7 +14,7 @@ import typer
 
 from qwen35.cli import generate as generation
 from qwen35.cli import swap
-from qwen35.cli.house import settings_in_force
+from qwen35.cli.house import make_folder, settings_in_force
 from qwen35.domain.errors import Qwen35Error, UnavailableError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ def demo(
         typer.echo("the folder is removed again; --keep or --dir FOLDER keeps it")
         return
     folder = folder or Path(tempfile.mkdtemp(prefix="qwen35-demo-"))
+    make_folder("--dir", folder)
     _run(folder, seed)
     typer.echo(f"kept in {folder}")
 

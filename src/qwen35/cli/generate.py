@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from qwen35.cli import parse
-from qwen35.cli.house import DEVICE_HELP, settings_in_force
+from qwen35.cli.house import DEVICE_HELP, refuse_unwritable, settings_in_force
 from qwen35.cli.launch import joined
 from qwen35.cli.screen import errors, output
 from qwen35.domain.errors import ConfigurationError
@@ -80,6 +80,7 @@ def generate(
     Started by torchrun, the ranks share the model: torchrun --nproc-per-node 2 -m qwen35 generate ...
     """
     from qwen35.model import Sampling
+    from qwen35.settings import launch_environment
 
     given = prompt_of(prompt, token_ids)
     chosen = settings_in_force(
@@ -87,6 +88,8 @@ def generate(
         dtype=dtype,
     )  # fmt: skip
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
+    if logits is not None and launch_environment().rank == 0:
+        refuse_unwritable("--logits", logits)
     with joined(chosen) as (settings, ranks):
         report = generate_and_compare(settings, ranks, checkpoint, given, max_new_tokens, sampling, compare)
     if ranks.rank:
@@ -129,7 +132,7 @@ def prompt_of(prompt: str, token_ids: str) -> str | tuple[int, ...]:
         return prompt
     ids = []
     for word in token_ids.split(","):
-        if not word.strip().isdigit():
+        if not parse.is_whole(word.strip()):
             raise ConfigurationError(f"--token-ids must be numbers joined by commas, got {word.strip()!r}")
         ids.append(int(word))
     return tuple(ids)

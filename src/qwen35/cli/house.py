@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from qwen35.domain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from qwen35.services.registry import AdapterRegistry
@@ -28,3 +32,21 @@ def open_registry(settings: Settings) -> AdapterRegistry:
     from qwen35.services.platform import detect_platform
 
     return make_registry(settings, detect_platform(settings.device), ())
+
+
+def make_folder(option: str, folder: Path) -> None:
+    """Make ``folder`` with its parents. Raises ``ConfigurationError`` where it is a file or cannot be made."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as exc:
+        raise ConfigurationError(f"{option} must be a folder that can be made, got {folder}: {exc.strerror}") from exc
+
+
+def refuse_unwritable(option: str, path: Path) -> None:
+    """Raise ``ConfigurationError`` where a file at ``path`` could not be written, before there is anything to write."""
+    if path.is_dir():
+        raise ConfigurationError(f"{option} must be a file, got the folder {path}")
+    if not path.parent.is_dir():
+        raise ConfigurationError(f"{option} must be a file in a folder that exists, got {path}: make {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigurationError(f"{option} must be a file that can be written, got {path}")

@@ -11,6 +11,7 @@ from qwen35.domain.geometry import GdnGeometry, public_geometry
 if TYPE_CHECKING:
     import torch
 
+_MOST_DIGITS = 18
 _STATE_DTYPES = ("float32", "bfloat16")
 _TOKEN_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -55,9 +56,14 @@ def length_sets(option: str, text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _size(option: str, word: str, text: str) -> int:
-    if not word.strip().isdigit() or int(word) < 1:
+    if not is_whole(word.strip()) or int(word) < 1:
         raise ConfigurationError(f"{option} must be made of positive integers, got {word.strip()!r} in {text!r}")
     return int(word)
+
+
+def is_whole(word: str) -> bool:
+    """Whether ``word`` is a whole number in ASCII digits, at least 0 and of a length that fits 64 bits."""
+    return word.isascii() and word.isdecimal() and len(word) <= _MOST_DIGITS
 
 
 def geometry(model: Path | None, name: str, tp: int) -> tuple[str, GdnGeometry]:

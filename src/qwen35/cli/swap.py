@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from qwen35.cli import parse
-from qwen35.cli.house import DEVICE_HELP, open_registry, settings_in_force
+from qwen35.cli.house import DEVICE_HELP, make_folder, open_registry, settings_in_force
 from qwen35.cli.screen import errors, output, progress_bar
 from qwen35.domain.errors import ConfigurationError, UnavailableError
 
@@ -116,7 +116,7 @@ def measure(request: Request, folder: Path) -> dict[str, Any]:
     name, sizes = parse.geometry(request.model, request.geometry, request.tp)
     experiment = _experiment(request, registry, sizes)
     named = replace(request, gdn=",".join(experiment.adapters), device=registry.platform.device)
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder("--out", folder)
     path, progress, finished = folder / "swap.json", Progress(), False
     report: dict[str, Any] = {}
     try:
