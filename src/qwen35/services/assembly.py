@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from qwen35.domain.capabilities import Phase
-from qwen35.domain.errors import ConfigurationError
 from qwen35.domain.platform import Platform
+from qwen35.domain.shadow import ShadowSpec, parse_shadow
 from qwen35.ports.adapter import AdapterEntry, AdapterOptions
 from qwen35.ports.gated_delta_rule import GatedDeltaRule
 from qwen35.services import gated_delta_rule, short_convolution
@@ -16,6 +16,7 @@ from qwen35.services.finalize_fusion import FinalizeService
 from qwen35.services.finalize_registry import WorkspaceRegistry
 from qwen35.services.gated_delta_rule import GatedDeltaRuleService
 from qwen35.services.registry import AdapterRegistry
+from qwen35.services.shadow import Shadow, ShadowedGatedDeltaRule
 from qwen35.services.short_convolution import ShortConvolutionService
 from qwen35.settings import Settings
 
@@ -25,8 +26,12 @@ NATURAL_ALIGNMENT = 1
 
 def make_registry(settings: Settings, platform: Platform, extra: Iterable[AdapterEntry]) -> AdapterRegistry:
     """The registry, with the settings that concern single adapters."""
-    options = AdapterOptions(prefill_split=settings.prefill_split, checked=settings.checked)
-    return AdapterRegistry(platform, options, extra)
+    return AdapterRegistry(platform, adapter_options(settings), extra)
+
+
+def adapter_options(settings: Settings) -> AdapterOptions:
+    """The settings that concern single adapters."""
+    return AdapterOptions(prefill_split=settings.prefill_split, checked=settings.checked)
 
 
 def make_gated_delta_rule(
@@ -34,21 +39,30 @@ def make_gated_delta_rule(
 ) -> GatedDeltaRuleService:
     """The service over the adapters that the settings name, or the best usable ones."""
     port = gated_delta_rule.PORT
-    if settings.gdn_shadow is not None:
-        raise ConfigurationError("gdn_shadow cannot be honoured yet: this release has no shadow service; unset it")
     requested = {
         Phase.DECODE: settings.gdn_decode, Phase.EXTEND: settings.gdn_extend, Phase.VERIFY: settings.gdn_verify,
     }  # fmt: skip
     names = {phase: registry.choose(port, name).name for phase, name in requested.items()}
     if settings.gdn_fallback is not None:
         registry.choose(port, settings.gdn_fallback)
-    made = {
+    made: dict[str, GatedDeltaRule] = {
         name: guarded(name, registry.adapter(port, name), counters)
         for name in {*names.values(), *filter(None, [settings.gdn_fallback])}
     }
+    if settings.gdn_shadow is not None:
+        shadow = make_shadow(parse_shadow(settings.gdn_shadow), settings, registry, counters)
+        made = {name: ShadowedGatedDeltaRule(name, adapter, shadow) for name, adapter in made.items()}
     fallback = None if settings.gdn_fallback is None else (settings.gdn_fallback, made[settings.gdn_fallback])
     adapters = {phase: (name, made[name]) for phase, name in names.items()}
     return GatedDeltaRuleService(adapters, counters, fallback, settings.checked)
+
+
+def make_shadow(spec: ShadowSpec, settings: Settings, registry: AdapterRegistry, counters: Counters) -> Shadow:
+    """The shadow over an instance of its own, so that it shares no scratch with an adapter that serves."""
+    port = gated_delta_rule.PORT
+    apart = AdapterRegistry(registry.platform, adapter_options(settings), [registry.entry(port, spec.adapter)])
+    adapter = guarded(f"shadow:{spec.adapter}", apart.adapter(port, spec.adapter), counters)
+    return Shadow(spec, adapter, counters)
 
 
 def guarded(name: str, adapter: GatedDeltaRule, counters: Counters) -> GatedDeltaRule:

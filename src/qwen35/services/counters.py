@@ -18,7 +18,7 @@ class Counters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._values: Counter[_Key] = Counter()
-        self._gauges: dict[_Key, Callable[[], int]] = {}
+        self._gauges: dict[_Key, Callable[[], float]] = {}
 
     def add(self, name: str, /, **labels: str) -> None:
         """Add one to the counter ``name`` with these labels."""
@@ -34,12 +34,12 @@ class Counters:
 
         return add_one
 
-    def watch(self, name: str, read: Callable[[], int], /, **labels: str) -> None:
+    def watch(self, name: str, read: Callable[[], float], /, **labels: str) -> None:
         """Make ``read()`` the value of the gauge ``name`` with these labels, such as bytes held now."""
         with self._lock:
             self._gauges[name, tuple(sorted(labels.items()))] = read
 
-    def gauges(self) -> Mapping[_Key, int]:
+    def gauges(self) -> Mapping[_Key, float]:
         """What every gauge reads now."""
         with self._lock:
             return {key: read() for key, read in self._gauges.items()}

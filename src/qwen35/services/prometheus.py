@@ -39,10 +39,10 @@ def _help(name: str) -> str:
 
 
 def _by_name(
-    values: Mapping[tuple[str, tuple[tuple[str, str], ...]], int],
-) -> Iterable[tuple[str, list[str], list[tuple[list[str], int]]]]:
+    values: Mapping[tuple[str, tuple[tuple[str, str], ...]], float],
+) -> Iterable[tuple[str, list[str], list[tuple[list[str], float]]]]:
     """Name, label names and samples of each family; a label that a sample lacks is empty."""
-    families: dict[str, list[tuple[dict[str, str], int]]] = defaultdict(list)
+    families: dict[str, list[tuple[dict[str, str], float]]] = defaultdict(list)
     for (name, labels), value in values.items():
         families[name].append((dict(labels), value))
     for name, samples in families.items():
