@@ -34,9 +34,7 @@ def adapter_options(settings: Settings) -> AdapterOptions:
     return AdapterOptions(prefill_split=settings.prefill_split, checked=settings.checked)
 
 
-def make_gated_delta_rule(
-    settings: Settings, registry: AdapterRegistry, counters: Counters
-) -> GatedDeltaRuleService:
+def make_gated_delta_rule(settings: Settings, registry: AdapterRegistry, counters: Counters) -> GatedDeltaRuleService:
     """The service over the adapters that the settings name, or the best usable ones."""
     port = gated_delta_rule.PORT
     requested = {
