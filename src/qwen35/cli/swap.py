@@ -14,6 +14,7 @@ import typer
 from qwen35.cli import parse
 from qwen35.cli.house import DEVICE_HELP, make_folder, open_registry, settings_in_force
 from qwen35.cli.screen import errors, output, progress_bar
+from qwen35.cli.swap_fusion import SIZES, FusionRequest, swap_fusion
 from qwen35.domain.errors import ConfigurationError, UnavailableError
 
 if TYPE_CHECKING:
@@ -78,6 +79,10 @@ def swap(
     device: str = typer.Option("", help=DEVICE_HELP),
     seed: int = typer.Option(_DEFAULT.seed, help="Seed of tokens, states and slots."),
     repeats: int = typer.Option(_DEFAULT.repeats, min=1, help="Replays or eager calls a round; there are two."),
+    fusion: str = typer.Option("", help="Compare these adapters of the fused finalize (or all), under torchrun."),
+    tokens: str = typer.Option("", help=f"With --fusion: tokens of a call, m; default: {SIZES}."),
+    hidden: int | None = typer.Option(None, min=1, help="With --fusion: this hidden size, not the geometry's."),
+    top_k: int | None = typer.Option(None, min=1, help="With --fusion: this top_k, not the geometry's."),
     out: Path | None = typer.Option(None, help="Folder for swap.json and swap.png; default: runs/swap-DATE."),
 ) -> None:
     """Run adapters on the same calls: error against float64, time, memory ceiling, broken clauses, winner."""
@@ -86,9 +91,32 @@ def swap(
         verify=verify, state_dtype=state_dtype, dtype=dtype, null_slot=null_slot, device=device, seed=seed,
         repeats=repeats,
     )  # fmt: skip
-    report = measure(request, out or Path("runs") / f"swap-{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}")
-    if report["interrupted"]:
+    folder = out or Path("runs") / f"swap-{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}"
+    if fusion:
+        finished = swap_fusion(_fusion_request(request, fusion, tokens, hidden, top_k), folder)
+    elif tokens or hidden is not None or top_k is not None:
+        raise ConfigurationError("--tokens, --hidden and --top-k are of the fused finalize: give --fusion too")
+    else:
+        finished = not measure(request, folder)["interrupted"]
+    if not finished:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _fusion_request(request: Request, fusion: str, tokens: str, hidden: int | None, top_k: int | None) -> FusionRequest:
+    """The same for the fused finalize. Raises ``ConfigurationError`` for options that it would leave unread."""
+    read = replace(
+        _DEFAULT, geometry=request.geometry, dtype=request.dtype, device=request.device, seed=request.seed,
+        repeats=request.repeats,
+    )  # fmt: skip
+    if request != read:
+        raise ConfigurationError(
+            "--fusion goes with --tokens, --geometry, --hidden, --top-k, --dtype, --device, --seed, --repeats and "
+            "--out only"
+        )
+    return FusionRequest(
+        fusion=fusion, geometry=request.geometry, tokens=tokens or SIZES, hidden=hidden, top_k=top_k,
+        dtype=request.dtype, device=request.device, seed=request.seed, repeats=request.repeats,
+    )  # fmt: skip
 
 
 def make_rows(decode_batches: str, prefill: str, verify: str) -> tuple[Row, ...]:

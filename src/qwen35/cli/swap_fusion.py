@@ -1,0 +1,263 @@
+"""``torchrun ... -m qwen35 swap --fusion``: the fused finalize's adapters, compared by all ranks together."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from qwen35.cli import parse
+from qwen35.cli.house import make_folder, open_registry, settings_in_force
+from qwen35.cli.launch import joined
+from qwen35.cli.screen import errors, output, progress_bar
+from qwen35.domain.errors import ConfigurationError, UnavailableError
+from qwen35.domain.geometry import public_geometry
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from qwen35.model import TensorParallel
+    from qwen35.services.registry import AdapterRegistry
+    from qwen35.testing.swap_fusion import FusionExperiment, FusionProgress, FusionShape
+
+#: Stands for every installed adapter.
+ALL = "all"
+SIZES = "1,8,32,64,256,1024,4096"
+LARGEST_M = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusionRequest:
+    """The options of one experiment. ``geometry`` may be several names; ``hidden`` and ``top_k`` replace theirs.
+
+    ``tokens`` are the m: an option called --m would be taken by torchrun, as short for one of its own.
+    """
+
+    fusion: str
+    geometry: str = "35B-A3B"
+    tokens: str = SIZES
+    hidden: int | None = None
+    top_k: int | None = None
+    dtype: str = "auto"
+    device: str = ""
+    seed: int = 0
+    repeats: int = 20
+
+    def command(self, ranks: int) -> str:
+        """The command that repeats the experiment on one host."""
+        words = ["torchrun", "--nproc-per-node", str(ranks), "-m", "qwen35", "swap"]
+        given = {
+            "fusion": self.fusion, "geometry": self.geometry, "tokens": self.tokens, "hidden": self.hidden,
+            "top-k": self.top_k, "dtype": self.dtype, "device": self.device, "seed": self.seed,
+            "repeats": self.repeats,
+        }  # fmt: skip
+        for name, value in given.items():
+            if value not in (None, ""):
+                words += [f"--{name}", str(value)]
+        return shlex.join(words)
+
+
+def swap_fusion(request: FusionRequest, folder: Path) -> bool:
+    """Measure on the ranks that torchrun started; whether the experiment ran to its end.
+
+    Everything is parsed, and every adapter known, before ranks join. Raises ``ConfigurationError`` for a process
+    alone, saying how to start several.
+    """
+    from qwen35.settings import launch_environment
+
+    settings = settings_in_force(request.device)
+    adapters = _adapters(request, open_registry(settings))
+    shapes, sizes = shapes_of(request), sizes_of(request)
+    if launch_environment().world_size == 1:
+        raise ConfigurationError(
+            f"--fusion compares what several ranks do together, got one process; start it as: {request.command(2)}"
+        )
+    if launch_environment().rank == 0:
+        make_folder("--out", folder)
+    with joined(settings) as (own, ranks):
+        registry = open_registry(own)
+        experiment = experiment_of(request, registry, adapters, shapes, sizes)
+        return measure(request, experiment, registry, ranks, folder)
+
+
+def _adapters(request: FusionRequest, registry: AdapterRegistry) -> tuple[str, ...]:
+    """The adapters that were named; raises ``UnknownNameError``, or ``ConfigurationError`` where there is none."""
+    from qwen35.services.finalize_choice import PORT
+
+    if request.fusion.strip() == ALL:
+        return registry.names(PORT)
+    names = parse.names("--fusion", request.fusion)
+    for name in names:
+        registry.entry(PORT, name)
+    if not names:
+        raise ConfigurationError(f"--fusion must name adapters or be {ALL}; known: {', '.join(registry.names(PORT))}")
+    return names
+
+
+def shapes_of(request: FusionRequest) -> tuple[FusionShape, ...]:
+    """Hidden size and top_k of every geometry; sizes that were given by themselves replace them all."""
+    from qwen35.testing.swap_fusion import FusionShape
+
+    shapes = []
+    for name in parse.names("--geometry", request.geometry):
+        g = public_geometry(name)
+        given = request.hidden is not None or request.top_k is not None
+        shapes.append(FusionShape("given" if given else name, request.hidden or g.hidden, request.top_k or g.top_k))
+    if not shapes:
+        raise ConfigurationError(f"--geometry must name a geometry, got {request.geometry!r}")
+    return tuple(dict.fromkeys(shapes))
+
+
+def sizes_of(request: FusionRequest) -> tuple[int, ...]:
+    """The m to measure, each once."""
+    sizes = tuple(dict.fromkeys(parse.sizes("--tokens", request.tokens)))
+    if not sizes or max(sizes) > LARGEST_M:
+        raise ConfigurationError(f"--tokens must be sizes in 1..{LARGEST_M} joined by commas, got {request.tokens!r}")
+    return sizes
+
+
+def experiment_of(
+    request: FusionRequest, registry: AdapterRegistry, adapters: tuple[str, ...], shapes: tuple[FusionShape, ...],
+    sizes: tuple[int, ...],
+) -> FusionExperiment:  # fmt: skip
+    """The experiment on the registry's device, m after m of each shape."""
+    from qwen35.ports.support import dtype_name
+    from qwen35.testing.swap_fusion import FusionExperiment, FusionRow
+
+    dtype = parse.token_dtype(request.dtype, registry.platform.device_type)
+    return FusionExperiment(
+        rows=tuple(FusionRow(shape, m) for shape in shapes for m in sizes), adapters=adapters,
+        dtype=dtype_name(dtype), device=registry.platform.device, seed=request.seed, repeats=request.repeats,
+    )  # fmt: skip
+
+
+def measure(
+    request: FusionRequest, experiment: FusionExperiment, registry: AdapterRegistry, ranks: TensorParallel,
+    folder: Path,
+) -> bool:  # fmt: skip
+    """Run the experiment; rank 0 shows it and writes ``folder``/swap.json after every cell, swap.png at the end.
+
+    So whatever ends the run (Ctrl-C, a lost rank, a kill), the cells measured so far are there, marked interrupted.
+    """
+    from qwen35.testing.swap_fusion import FusionProgress
+    from qwen35.testing.swap_fusion_report import document
+
+    speaks, progress, finished = ranks.rank == 0, FusionProgress(), False
+    path = folder / "swap.json"
+
+    def report() -> dict[str, Any]:
+        return document(
+            experiment, progress, registry.platform, ranks=ranks.size, command=request.command(ranks.size),
+            interrupted=not finished,
+        )  # fmt: skip
+
+    def keep() -> None:
+        if speaks:
+            _replace(path, json.dumps(report(), indent=1, allow_nan=False) + "\n")
+
+    try:
+        _run(experiment, registry, ranks, progress, keep)
+        finished = True
+    except KeyboardInterrupt:
+        if speaks:
+            errors().print("interrupted: keeping what was measured", style="yellow")
+    finally:
+        keep()
+        registry.close()
+    if speaks:
+        _show(report(), path, folder / "swap.png")
+    return finished
+
+
+def _run(
+    experiment: FusionExperiment, registry: AdapterRegistry, ranks: TensorParallel, progress: FusionProgress,
+    keep: Callable[[], None],
+) -> None:  # fmt: skip
+    from qwen35.testing.swap_fusion import run
+
+    with progress_bar() as bar:
+        total = len(experiment.rows) * len(experiment.adapters)
+        task = bar.add_task("measuring", total=total, visible=ranks.rank == 0)
+        for cell in run(experiment, registry, ranks, progress):
+            keep()
+            bar.update(task, advance=1, description=f"{cell.row.label}, {cell.adapter}")
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write whole or not at all: a second Ctrl-C must not leave half a document."""
+    new = path.with_suffix(".json.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
+
+
+def _show(report: dict[str, Any], path: Path, picture: Path) -> None:
+    from qwen35.testing.swap_fusion_report import plot
+
+    output().print(table(report))
+    for line in remarks(report):
+        typer.echo(line)
+    typer.echo(f"wrote {path}")
+    if not report["rows"]:
+        return
+    try:
+        plot(report, picture)
+    except UnavailableError as exc:
+        typer.echo(f"no plot: {'; '.join(exc.reasons)}")
+    else:
+        typer.echo(f"wrote {picture}")
+
+
+def table(report: dict[str, Any]) -> Table:
+    """The rich table of a document: the winner of each row in green."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = Table(
+        title=f"fused finalize, {report['ranks']} ranks, {report['token_dtype']}",
+        caption=f"{report['device']['name']}. The slowest rank's time; the worst rank's errors, relative to float64.",
+        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
+    )  # fmt: skip
+    for name in ("row", "adapter", "us", "norm", "residual", "bits"):
+        shown.add_column(name, no_wrap=True, justify="right" if name in ("us", "norm", "residual") else "left")
+    shown.add_column("broke", min_width=10)
+    for row in report["rows"]:
+        for at, result in enumerate(row["results"]):
+            style = "green" if result["adapter"] == row["winner"] else None
+            cells = (row["label"] if at == 0 else "", result["adapter"], *_cells(result))
+            shown.add_row(*map(escape, cells), style=style)
+        shown.add_section()
+    return shown
+
+
+def remarks(report: dict[str, Any]) -> list[str]:
+    """Who won each row, why, and what "auto" takes; then what kept adapters from running or winning, said once."""
+    lines, seen = [], []
+    for row in report["rows"]:
+        auto = row["automatic"] or "nobody"
+        lines.append(f"{row['label']}: {row['winner'] or 'nobody'} ({row['winner_reason']}); auto takes {auto}")
+        for result in row["results"]:
+            who = result["adapter"]
+            seen += [f"{who}: did not run: {reason}" for reason in result["reasons"]]
+            seen += [f"{who}: states that it cannot keep {why}" for why in result["deviations"]]
+    return lines + list(dict.fromkeys(seen))
+
+
+def _cells(result: dict[str, Any]) -> tuple[str, ...]:
+    if not result["ran"]:
+        return "-", "-", "-", "-", "did not run"
+    broke = result["broken"] + [f"{why.partition(':')[0]} (stated)" for why in result["deviations"]]
+    return (
+        f"{result['time_us']:,.1f}", _error(result["norm_error"]), _error(result["residual_error"]),
+        "alike" if result["bits_agree"] else "differ", ", ".join(broke),
+    )  # fmt: skip
+
+
+def _error(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.1e}"
