@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -10,8 +10,26 @@ import torch
 
 import qwen35
 from qwen35.domain.capabilities import GateKind, Phase
-from qwen35.domain.errors import ValueRangeError
-from qwen35.ports.gated_delta_rule import CheckpointPlan, ExtendCall
+from qwen35.domain.errors import ConfigurationError, ContractError, LayoutError, ValueRangeError
+from qwen35.domain.geometry import GdnGeometry
+from qwen35.ports.conv_calls import (
+    ConvCommitCall,
+    ConvDecodeCall,
+    ConvExtendCall,
+    ConvPlan,
+    ConvVerifyCall,
+)
+from qwen35.ports.gated_delta_rule import (
+    CheckpointPlan,
+    CommitCall,
+    DecodeCall,
+    ExtendCall,
+    GdnPlan,
+    LogGates,
+    RawGates,
+    VerifyCall,
+)
+from qwen35.ports.support import PHASE_OF
 from qwen35.testing import KITS, Bench, Case, ConvSizes, GdnSizes, Profile, limits_for
 from qwen35.testing.refusal_laws import refuse_spoilt
 from qwen35.testing.spoil import Spoil, spoils_of
@@ -96,6 +114,87 @@ def test_a_checkpoint_plan_that_does_not_fit_the_lengths_is_refused(
     assert torch.equal(before, call.states)
 
 
-def test_every_kind_of_bad_input_is_in_the_table() -> None:
-    arguments = {spoil.argument for spoil in spoils_of("gated_delta_rule", Phase.EXTEND)}
-    assert arguments >= {"pool", "slots", "q", "k", "v", "gates.a", "gates.A_log", "cu_seqlens", "seq_lens_host", "out"}
+@pytest.mark.row("D22")
+@pytest.mark.parametrize("name", ["a", "b", "A_log", "dt_bias"])
+def test_a_missing_gate_of_verify_is_a_contract_error_that_names_it(name: str, seed: int) -> None:
+    bench = bench_of("gated_delta_rule")
+    call = bench.trial(good_case("gated_delta_rule", Phase.VERIFY, seed)).call
+    with pytest.raises(ContractError, match=f"gates.{name} must be a tensor, got NoneType"):
+        bench.adapter.verify(replace(call, gates=replace(call.gates, **{name: None})))
+
+
+@pytest.mark.parametrize("port", KITS)
+def test_a_row_may_write_what_it_reads_and_not_what_another_reads(port: str, seed: int) -> None:
+    bench = bench_of(port)
+    good = replace(good_case(port, Phase.DECODE, seed), slots=(2, 0, -1), write_slots=(2, 3, 0))
+    trial = bench.trial(good)
+    want = trial.truth()
+    trial.matches(trial.run(), want)
+    call = bench.trial(replace(good, write_slots=(0, 3, 1))).call
+    with pytest.raises(ValueRangeError, match=r"write_slots\[0\] = 0 is read by row 1"):
+        bench.adapter.decode(call)
+    # Two rows read slot 2: neither may write it.
+    call = bench.trial(replace(good, slots=(2, 2, -1), write_slots=(2, 3, 0))).call
+    with pytest.raises(ValueRangeError, match=r"write_slots\[0\] = 2 is read by row 1"):
+        bench.adapter.decode(call)
+
+
+@pytest.mark.parametrize("port", KITS)
+def test_out_may_be_columns_next_to_an_input_and_not_over_them(port: str, seed: int) -> None:
+    bench = bench_of(port)
+    trial = bench.trial(good_case(port, Phase.DECODE, seed))
+    want = trial.truth()
+    name = "v" if port == "gated_delta_rule" else "x"
+    tokens = trial.parts.tokens[name]
+    width = tokens[0].numel()
+    wide = torch.full((tokens.shape[0], 2 * width), float("nan"))
+    beside, over = (wide[:, a : a + width].view(tokens.shape) for a in (width, width - 1))
+    inside = wide[:, :width].view(tokens.shape)
+    inside.copy_(tokens)
+    parts = replace(trial.parts, tokens={**trial.parts.tokens, name: inside})
+    with pytest.raises(LayoutError, match=f"out, .*share memory with {name}"):
+        bench.run(bench.call(Phase.DECODE, replace(parts, out=over)))
+    served = bench.run(bench.call(Phase.DECODE, replace(parts, out=beside)))
+    trial.matches(served, want)
+
+
+def _plan(port: str, **changes: Any) -> Any:
+    common: dict[str, Any] = {"device": torch.device("cpu"), "max_batch": 2, "max_tokens": 4}
+    if port == "short_convolution":
+        return ConvPlan(**({"channels": 8, "width": 4, "window_dtype": torch.float32} | common | changes))
+    geometry = GdnGeometry(key_heads=1, value_heads=2, key_width=8, value_width=8)
+    return GdnPlan(**({"geometry": geometry, "state_dtype": torch.float32} | common | changes))
+
+
+@pytest.mark.parametrize(("port", "name", "value"), [
+    *((port, name, value) for port in KITS for name, value in (
+        ("max_batch", -1), ("max_tokens", -1), ("max_draft", -1), ("max_batch", 2.0), ("device", "cpu"),
+        ("token_dtype", "bfloat16"))),
+    ("gated_delta_rule", "null_slot", -1), ("gated_delta_rule", "state_dtype", None),
+    ("short_convolution", "channels", 0), ("short_convolution", "width", 1),
+])  # fmt: skip
+def test_a_plan_that_is_none_is_refused_by_field(port: str, name: str, value: Any) -> None:
+    adapter = bench_of(port).adapter
+    adapter.prepare(_plan(port))
+    with pytest.raises(ConfigurationError, match=rf"Plan\.{name} must be .*, got {value!r}"):
+        adapter.prepare(_plan(port, **{name: value}))
+
+
+def _arguments(call: type) -> set[str]:
+    """Every argument that a call has, gates and checkpoint plans by their own fields."""
+    names = {field.name for field in fields(call)}
+    for name, kinds in (("gates", (RawGates, LogGates)), ("checkpoints", (CheckpointPlan,))):
+        if name in names:
+            names |= {f"{name}.{field.name}" for kind in kinds for field in fields(kind)}
+    return names - {"checkpoints"}
+
+
+@pytest.mark.parametrize("call", [
+    DecodeCall, ExtendCall, VerifyCall, CommitCall, ConvDecodeCall, ConvExtendCall, ConvVerifyCall, ConvCommitCall,
+])  # fmt: skip
+def test_every_argument_of_every_call_is_in_the_table(call: type) -> None:
+    port = "short_convolution" if call.__name__.startswith("Conv") else "gated_delta_rule"
+    spoilt = {spoil.argument for spoil in spoils_of(port, PHASE_OF[call])}
+    if "pool" in spoilt:
+        spoilt.add(KITS[port].pool_name)
+    assert _arguments(call) - spoilt == set()

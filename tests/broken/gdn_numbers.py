@@ -33,6 +33,17 @@ class RoundedBeta(Gdn):
         return super().decode(replace(call, gates=replace(gates, beta=gates.beta.bfloat16().float())))
 
 
+class KeepsGraph(Gdn):
+    """Hands out what hangs on a parameter that asks for gradients."""
+
+    breaks = Clause.ISOLATION
+    caught_by = "decode: parameters get no gradients"
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        out = super().decode(call)
+        return out if isinstance(call.gates, LogGates) else out + 0 * call.gates.A_log.sum().to(out.dtype)
+
+
 class LinearGates(Gdn):
     """Takes the log decay for a linear one and exponentiates it once more."""
 
@@ -208,6 +219,6 @@ class OwnOutput(Gdn):
 
 
 GDN_NUMBERS = (
-    RoundedBeta, LinearGates, StaleParameters, Unscaled, ZeroScaleIsNone, NoEpsilon, WrongHeads, CheckpointsOneLate,
-    NaiveSoftplus, DividesByNorm, DividesByDecay, DenseTokens, DensePool, SharedScratch, OwnOutput,
+    KeepsGraph, RoundedBeta, LinearGates, StaleParameters, Unscaled, ZeroScaleIsNone, NoEpsilon, WrongHeads,
+    CheckpointsOneLate, NaiveSoftplus, DividesByNorm, DividesByDecay, DenseTokens, DensePool, SharedScratch, OwnOutput,
 )  # fmt: skip

@@ -1,4 +1,7 @@
-"""Cases C30 and C31 and the fused-decode rows, for every adapter of the short convolution."""
+"""Cases C30 and C31 and the fused-decode rows, for every adapter of the short convolution.
+
+Row C24, the switch of the engine's fused projection, is about the engine alone: the contract begins after it.
+"""
 
 from __future__ import annotations
 

@@ -144,6 +144,20 @@ def test_a_padded_row_of_the_callers_output_is_zeroed(subject: Subject, phase: P
     assert bool(torch.isfinite(served.out).all()), f"seed {seed}"
 
 
+@both_ports
+def test_a_commit_does_not_look_at_rows_that_copy_nothing(subject: Subject, seed: int) -> None:
+    bench = subject.bench()
+    trial = bench.trial(case_of(
+        bench, Phase.COMMIT, seed, (2, -1, 2, 99, 1), 4, last=(1, 99, -1, -1, 1), rows=(1, -7, 99, 0, 1)))  # fmt: skip
+    kept = trial.parts.intermediates
+    assert kept is not None
+    trial.run()
+    trial.other_nodes_unchanged()
+    trial.only_written_slots_changed()
+    for slot in (1, 2):
+        assert torch.equal(trial.parts.pool[slot], kept[1, 1]), f"slot {slot}, seed {seed}"
+
+
 @pytest.mark.row("D25")
 @both_ports
 def test_intermediates_are_indexed_by_batch_row_not_by_slot(subject: Subject, seed: int) -> None:

@@ -1,7 +1,8 @@
 """Call objects of the short convolution: a depthwise causal convolution with a window of past inputs.
 
 C channels (laid out q, k, v), W width. ``windows`` is the pool [N, C, W-1], oldest input first, last dimension
-contiguous; its slot stride may exceed C*(W-1). Slots follow the rules of the GDN calls.
+contiguous; its slot stride may exceed C*(W-1). Slots, write slots, ``out`` and what commit copies follow the rules
+of the GDN calls; ``out`` may not be ``x``.
 """
 
 from __future__ import annotations

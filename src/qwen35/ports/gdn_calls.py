@@ -4,8 +4,10 @@ H query/key heads, HV value heads, K key width, V value width, B batch rows, S s
 slots, R intermediate rows. Token tensors may be views of a packed projection: only their last dimension must
 be contiguous. ``states`` is the pool [N, HV, V, K], K contiguous, float32 or bfloat16; its slot stride may
 exceed HV*V*K. ``slots`` are int32 (int64 accepted), -1 marks padding. ``write_slots`` (None: ``slots``) may
-name another slot to write, -1 writes none. ``scale`` None means K**-0.5. ``out`` (None: made by the adapter)
-receives the output and is the object returned.
+name another slot to write, -1 writes none; no row may write a slot that another live row writes or reads, or
+the order of the rows would show. ``scale`` None means K**-0.5. ``out`` (None: made by the adapter) receives the
+output and is the object returned; like everything that a call writes it shares no memory with the call's other
+tensors.
 """
 
 from __future__ import annotations
@@ -127,7 +129,11 @@ class VerifyCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitCall:
-    """Copy the state after node ``last[i]`` of row ``rows[i]`` to slot ``slots[i]``; -1 copies nothing."""
+    """Copy the state after node ``last[i]`` of row ``rows[i]`` to slot ``slots[i]``.
+
+    Where the slot or the node is -1 nothing is copied, and the other entries of row i do not matter. Several rows may
+    copy from one row of the intermediates, none to the slot of another.
+    """
 
     states: Tensor
     slots: Tensor
@@ -141,7 +147,7 @@ class GdnPlan:
     """The largest calls to come. ``prepare`` fixes scratch and branches for them.
 
     ``max_batch`` rows or sequences, ``max_tokens`` tokens of one extend, ``max_draft`` tokens a row of verify
-    (0: no verify). ``null_slot``: a slot whose content is nobody's. ``may_pad``: rows may carry slot -1.
+    (0: no verify), none negative. ``null_slot``: a slot whose content is nobody's. ``may_pad``: rows may carry slot -1.
     """
 
     geometry: GdnGeometry

@@ -54,6 +54,21 @@ def checkpoints(bench: Bench, case: Case[Any]) -> None:
     trial.matches(served, want)
 
 
+def no_graph(bench: Bench, case: Case[Any]) -> None:
+    """Parameters that ask for gradients get none: outputs, states and intermediates belong to no autograd graph."""
+    trial = bench.trial(case)
+    # Views of their buffers, as loaders make them: nn.Parameter of the very same memory.
+    params = {
+        name: torch.nn.Parameter(value) if isinstance(value, torch.Tensor) else value
+        for name, value in trial.parts.params.items()
+    }
+    trial.parts = replace(trial.parts, params=params)
+    served = trial.run()
+    made = {"out": served.out, "the pool": trial.parts.pool, "intermediates": trial.parts.intermediates}
+    for name, tensor in made.items():
+        assert tensor is None or not tensor.requires_grad, f"{name} belongs to an autograd graph; {case}"
+
+
 def finite(bench: Bench, case: Case[Any]) -> None:
     """Zero keys, huge gates of either sign and large inputs give finite results."""
     trial = bench.trial(case)
@@ -106,6 +121,10 @@ def number_laws(kit: Kit) -> list[Law]:
         laws.append(
             law(kit, Clause.PRECISION, phase, "parameters are those of now, of this layer", parameters,
                 Wish(pad=False, min_length=1))
+        )  # fmt: skip
+        laws.append(
+            law(kit, Clause.ISOLATION, phase, "parameters get no gradients", no_graph, Wish(pad=False, min_length=1),
+                most_examples=5)
         )  # fmt: skip
         laws.append(law(kit, Clause.FINITE, phase, "extreme inputs give finite results", finite, Wish(min_length=1)))
     if kit.port == "gated_delta_rule":

@@ -59,8 +59,8 @@ def slot_rows(draw: st.DrawFn, rows: int, limits: Limits, pad: bool | None) -> t
 def write_targets(
     draw: st.DrawFn, pool: int, slots: tuple[int, ...]
 ) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Write slots: the row's own slot, another one that nobody reads, or -1. Rows that do not write in place
-    may read the same slot. Returns pool, slots and write slots."""
+    """Write slots: the row's own slot, another one that nobody reads, or -1; never one that another row reads. Rows
+    that do not write in place may read the same slot. Returns pool, slots and write slots."""
     free = list(range(pool, pool + len(slots)))
     read = list(slots)
     live = [i for i, slot in enumerate(slots) if slot >= 0]
