@@ -153,6 +153,15 @@ def test_extend_compiles(
     assert hopper.loaded == ["chunk_kernel", "scan_kernel"]
 
 
+@pytest.mark.parametrize("sequences", [1, 512])
+@pytest.mark.parametrize("width", [16, 128, 192, 256])
+def test_hopper_never_walks_two_byte_operands_without_pipelining(width: int, sequences: int) -> None:
+    """ptxas 12.8 of Triton 3.6 and 3.7 leaves operand addresses of such a loop undefined (docs/upstream.md)."""
+    for value_width in (16, 128, 256):
+        config = gdn_config.extend_config(sequences, HEADS, width, value_width, 2, HOPPER_SHARED_BYTES)
+        assert config.scan_stages >= 2, (width, value_width, sequences)
+
+
 #: Case C8: with a program for every row and head along axis 1 or 2, there would be 65,536.
 ROWS, MANY_HEADS, MANY_KEY_HEADS, WIDTH = 2048, 32, 16, 128
 

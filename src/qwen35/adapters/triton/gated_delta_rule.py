@@ -186,8 +186,8 @@ class TritonGatedDeltaRule:
     def _aligned(self, call: ExtendCall) -> ExtendCall:
         """``call``, or the same over dense copies of bfloat16 tokens whose rows do not start at 16 bytes.
 
-        Triton 3.6 gives wrong results, and reads past shared memory, where operands of a bfloat16 product in a loop
-        cannot be copied asynchronously (docs/upstream.md).
+        Where Triton cannot tell that rows start at 16 bytes it does not pipeline these loads; the scan's loop is then
+        one that the assembler of Triton 3.6 and 3.7 spoils (docs/upstream.md).
         """
         tokens = (call.q, call.k, call.v)
         if self._interpreted or call.q.dtype is not torch.bfloat16 or self._scratch_rules.wide(*tokens):

@@ -16,6 +16,8 @@ _TILE_ELEMENTS, _THREAD_BYTES = 1024, 64
 _WIDE_SCAN_PROGRAMS = 256
 #: What the widest tile at K = 128 takes with two chunks on their way while a third is worked on.
 _THREE_STAGES_BYTES = 190 * 1024
+#: What the tile at K = 256 takes with one chunk on its way: 176,900 bytes as compiled.
+_TWO_STAGES_BYTES = 174 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +66,13 @@ def extend_config(
 ) -> ExtendConfig:
     """The tiles for ``sequences`` sequences, with matrix operands of ``dot_bytes`` bytes.
 
-    ``shared_bytes``: shared memory that one program may have on the device.
+    ``shared_bytes``: shared memory that one program may have on the device. Where it is Hopper's, operands of two
+    bytes get two stages or more: the assembler that Triton ships spoils a loop without (docs/upstream.md).
     """
     rows = max(power_of_two(value_width), 16)
     if dot_bytes > 2 or key_width > 128:
-        return ExtendConfig(block_v=16, scan_warps=4, scan_stages=1, chunk_warps=8)
+        stages = 2 if dot_bytes == 2 and shared_bytes >= _TWO_STAGES_BYTES else 1
+        return ExtendConfig(block_v=16, scan_warps=4, scan_stages=stages, chunk_warps=8)
     stages = 3 if shared_bytes >= _THREE_STAGES_BYTES else 1
     if sequences * heads * -(-value_width // 64) >= _WIDE_SCAN_PROGRAMS:
         return ExtendConfig(block_v=min(rows, 64), scan_warps=4, scan_stages=stages, chunk_registers=168)
