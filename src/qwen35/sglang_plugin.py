@@ -22,6 +22,7 @@ from qwen35.adapters.sglang.seam_explain import ModelFacts, PhaseChoice, read_mo
 from qwen35.adapters.sglang.seam_explain import explain as explain_text
 from qwen35.adapters.sglang.seam_gdn import MODEL_FAMILY, GdnSeam
 from qwen35.adapters.sglang.seam_metrics import PrometheusMirror, metrics_wanted
+from qwen35.adapters.sglang.seam_relay import RelaySeam
 from qwen35.adapters.sglang.seams import installed_release, release_seam
 from qwen35.adapters.sglang.seams.release import Place, Release
 from qwen35.container import Container, build
@@ -49,6 +50,7 @@ class Running:
     release: Release
     place: Place
     gdn: GdnSeam
+    relay: RelaySeam
     mirror: PrometheusMirror | None = None
     announced: list[str] = field(default_factory=list)
 
@@ -198,8 +200,9 @@ def start(settings: Settings, release: Release, place: Place, container: Contain
         release, routes, container.gated_delta_rule() if routes else None, container.counters(),
         checked=settings.checked, strict=settings.sglang_strict,
     )  # fmt: skip
-    seam.install(installed_release() or release.version, release.targets, gdn.hooks())
-    one = Running(container, release, place, gdn)
+    relay = RelaySeam(release, container.counters())
+    seam.install(installed_release() or release.version, release.targets, gdn.hooks() | relay.hooks())
+    one = Running(container, release, place, gdn, relay)
     _RUNNING.append(one)
     return one
 

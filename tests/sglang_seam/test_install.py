@@ -51,8 +51,9 @@ def test_every_target_is_there_with_its_signature() -> None:
 
 def test_every_hook_names_a_target() -> None:
     one = start(**dict.fromkeys(NAMES, "reference"))
-    assert set(one.gdn.hooks()) <= set(installed_seam().targets)
-    assert set(seam.installed()) == {installed_seam().targets[key].path for key in one.gdn.hooks()}
+    hooks = one.gdn.hooks() | one.relay.hooks()
+    assert set(hooks) <= set(installed_seam().targets)
+    assert set(seam.installed()) == {installed_seam().targets[key].path for key in hooks}
 
 
 def test_a_release_outside_the_tested_ones_is_refused_by_name_unless_told_to_try() -> None:

@@ -11,6 +11,7 @@ from qwen35.adapters.sglang.seams.release import Place, Release
 _GDN = "sglang.srt.layers.attention.linear.gdn_backend"
 _KERNELS = "sglang.srt.layers.attention.linear.kernels"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
+_OVERLAP = "sglang.srt.managers.overlap_utils"
 
 _PACKED_DECODE = (
     "(self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads, head_v_dim, **kwargs)"
@@ -51,6 +52,23 @@ TARGETS = {
     "chunk_size": Target(f"{_GDN}:FLA_CHUNK_SIZE"),
     "schedule": Target("sglang.srt.runtime_context:get_schedule", "()"),
 }
+#: Of this release alone: its FutureMap fails in some orders of payloads.
+RELAY_TARGETS = {
+    # hooked
+    "relay": Target(
+        f"{_OVERLAP}:FutureMap.__init__",
+        "(self, device, spec_algo, req_to_token_pool, needs_cpu_seq_lens, needs_confidence_relay)",
+    ),
+    "relay_stash": Target(f"{_OVERLAP}:FutureMap.stash", "(self, future_indices, payload)"),
+    "relay_resolve": Target(f"{_OVERLAP}:FutureMap._resolve_spec_extras", "(self, batch)"),
+    # relied on: who makes the buffers, what a payload is, and whether rows are poisoned
+    "relay_buffers": Target(f"{_OVERLAP}:FutureMap._maybe_init_forward_bufs", "(self, payload)"),
+    "relay_payload": Target(
+        f"{_OVERLAP}:RelayPayload",
+        "(bonus_tokens, topk_p, topk_index, hidden_states, draft_probs, dsa_topk_indices, accept_tokens, accept_lens)",
+    ),
+    "relay_debug": Target(f"{_OVERLAP}:_DEBUG_ASSERT"),
+}
 
 
 def place(arguments: Mapping[str, Any]) -> Place:
@@ -63,7 +81,7 @@ def place(arguments: Mapping[str, Any]) -> Place:
 
 RELEASE = Release(
     version="0.5.20",
-    targets=TARGETS,
+    targets=TARGETS | RELAY_TARGETS,
     place=place,
     gather_switch=None,
     weight_updates=("weights_disk", "weights_distributed", "weights_tensor", "weights_ipc", "weights_resume"),
