@@ -26,6 +26,7 @@ class FakeSGLang:
         """Arguments of the latest call of ``name``."""
         return next(arguments for called, arguments in reversed(self.calls) if called == name)
 
+    @torch.no_grad()  # as a kernel: it knows no autograd
     def packed_decode(
         self, *, mixed_qkv: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float,
         initial_state: Tensor, out: Tensor, ssm_state_indices: Tensor, use_qk_l2norm_in_kernel: bool,
@@ -48,6 +49,7 @@ class FakeSGLang:
             )  # fmt: skip
             initial_state[slot], out[i, 0] = state, o
 
+    @torch.no_grad()  # as a kernel: it knows no autograd
     def recurrent(
         self, *, A_log: Tensor, a: Tensor, dt_bias: Tensor, softplus_beta: float, softplus_threshold: float, q: Tensor,
         k: Tensor, v: Tensor, b: Tensor, initial_state_source: Tensor, initial_state_indices: Tensor, scale: float,
@@ -78,6 +80,7 @@ class FakeSGLang:
                 initial_state_source[slot] = state
         return out
 
+    @torch.no_grad()  # as a kernel: it knows no autograd
     def chunked(
         self, *, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float, initial_state: Tensor,
         initial_state_indices: Tensor, cu_seqlens: Tensor, use_qk_l2norm_in_kernel: bool, inplace_update: bool,

@@ -64,6 +64,7 @@ class TorchRows:
             if slot >= 0 and node >= 0:
                 call.states[slot] = call.intermediates[row, node]
 
+    @torch.no_grad()  # as a kernel: it knows no autograd
     def prefill_inputs(
         self, q: Tensor, k: Tensor, gates: Gates, cu_seqlens: Tensor, *, q_out: Tensor, k_out: Tensor, decay: Tensor,
         beta: Tensor, cu_out: Tensor, v: Tensor | None = None, v_out: Tensor | None = None, linear: bool = True,

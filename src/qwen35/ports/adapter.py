@@ -31,7 +31,7 @@ class AdapterEntry:
     ``probe(platform)`` says whether the adapter can be used there and why not; it never raises and imports
     nothing that changes the process. ``create(platform, options)`` imports the kernel package and makes the
     adapter; it is called only where the probe allowed it. ``rank`` orders the automatic choice among usable adapters
-    without deviations: the highest wins.
+    without deviations: the highest wins; 0 and less are used only when named.
     """
 
     port: str

@@ -10,7 +10,7 @@ from qwen35.domain.errors import UnavailableError
 from qwen35.domain.finalize_capabilities import DeviceFacts, peer_reasons
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.services.finalize_agreement import Agreement
-from qwen35.services.registry import AUTO, AdapterRegistry
+from qwen35.services.registry import AUTO, NAMED_ONLY_RANK, AdapterRegistry
 
 PORT = "finalize_fusion"
 
@@ -33,7 +33,8 @@ def choose_fusion(
     together. Raises ``UnavailableError`` alike on all ranks, with every rank's reasons, and
     ``UnknownNameError`` for a name that is not known.
     """
-    names = adapters.names(PORT) if requested == AUTO else (adapters.entry(PORT, requested).name,)
+    ranked = tuple(n for n in adapters.names(PORT) if adapters.entry(PORT, n).rank > NAMED_ONLY_RANK)
+    names = ranked if requested == AUTO else (adapters.entry(PORT, requested).name,)
     own = {name: _against(adapters, name, signature) for name in names}
     records = agreement.exchange((facts, own))
     peers = peer_reasons([facts for facts, _ in records])

@@ -33,6 +33,7 @@ from qwen35.domain.capabilities import Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
 from qwen35.domain.platform import Platform
 from qwen35.ports.adapter import AdapterOptions
+from qwen35.ports.admission import CHECKS
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
     DecodeCall,
@@ -43,7 +44,7 @@ from qwen35.ports.gated_delta_rule import (
     RawGates,
     VerifyCall,
 )
-from qwen35.ports.gdn_checks import call_geometry, check_commit, check_decode, check_extend, check_verify
+from qwen35.ports.gdn_checks import call_geometry, check_commit, check_extend
 from qwen35.ports.support import call_support, plan_support
 from qwen35.services.parameter_copies import ParameterCopies
 
@@ -195,15 +196,16 @@ class FlashInferGatedDeltaRule:
         """Check ``call`` once for each set of shapes; addresses every time."""
         self._open()
         tensors = tensors_of(call)
-        key, off = key_of(call, tensors), misaligned(tensors)
+        try:
+            key, off = key_of(call, tensors), misaligned(tensors)
+        except AttributeError:  # something is no tensor: the check names it
+            CHECKS[type(call)](call)
+            raise
         admitted = self._admitted.get(key)
         if admitted is not None and not off:
             self._branches[_phase(call)] = admitted.branch
             return admitted
-        if isinstance(call, DecodeCall):
-            check_decode(call)
-        else:
-            check_verify(call)
+        CHECKS[type(call)](call)
         self._refuse(call)
         plan = self._cover(call)
         self._refuse(call)  # the plan may have measured what the defaults did not say
