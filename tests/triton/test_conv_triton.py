@@ -264,7 +264,7 @@ def test_what_cannot_be_honoured_is_refused_before_writing(
     double = ConvProblem(seed=seed, device=device, token=torch.float64, window=torch.float64).extend([1], [2])
     assert len(refused(adapter.extend, double)) == 2
     with pytest.raises(UnsupportedError, match="convolution width"):
-        adapter.prepare(plan(device, width=1))
+        adapter.prepare(plan(device, width=9))
     short = ConvProblem(seed=seed, device=device).verify([1], 3)
     with pytest.raises(ShapeError, match="intermediates"):
         adapter.verify(replace(short, intermediates=short.intermediates[:, :2]))
