@@ -34,6 +34,7 @@ from qwen35.services.routing import capturing
 from qwen35.services.scratch import AlignedScratch
 
 _Call = TypeVar("_Call", DecodeCall, ExtendCall, VerifyCall, CommitCall)
+_Step = TypeVar("_Step", DecodeCall, VerifyCall)
 
 _INPUTS: dict[type, tuple[str, ...]] = {
     DecodeCall: ("q", "k", "v", "slots", "write_slots", "out"),
@@ -139,13 +140,12 @@ class AlignmentGuard:
         self._parameters.close()
         self._adapter.close()
 
-    def _with_out(self, call: _Call, serve: Callable[[_Call], Tensor]) -> Tensor:
+    def _with_out(self, call: _Step, serve: Callable[[_Step], Tensor]) -> Tensor:
         aligned = self._aligned(call)
         result = serve(aligned)
-        given: Tensor | None = getattr(call, "out")  # noqa: B009
-        if aligned is call or given is None or result is given:
+        if aligned is call or call.out is None or result is call.out:
             return result
-        return given.copy_(result)
+        return call.out.copy_(result)
 
     def _refusals(self, call: GdnCall) -> list[str]:
         reasons = []
