@@ -15,7 +15,8 @@ from qwen35.cli import parse
 from qwen35.cli.house import DEVICE_HELP, make_folder, open_registry, settings_in_force
 from qwen35.cli.screen import errors, output, progress_bar
 from qwen35.cli.swap_fusion import SIZES, FusionRequest, swap_fusion
-from qwen35.domain.errors import ConfigurationError, UnavailableError
+from qwen35.cli.swap_show import error_text, winners_table, write_plot
+from qwen35.domain.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -203,38 +204,19 @@ def _measure_with_bar(experiment: Experiment, registry: AdapterRegistry, progres
 def _plot(report: dict[str, Any], path: Path) -> None:
     from qwen35.testing.swap_report import plot
 
-    if not report["rows"]:
-        return
-    try:
-        plot(report, path)
-    except UnavailableError as exc:
-        typer.echo(f"no plot: {'; '.join(exc.reasons)}")
-    else:
-        typer.echo(f"wrote {path}")
+    write_plot(plot, report, path)
 
 
 def table(report: dict[str, Any]) -> Table:
     """The rich table of a swap document: the winner of each row in green."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
     g, copy = report["geometry"], report["copy_gb_per_s"]
-    shown = Table(
+    return winners_table(
+        report,
         title=f"{g['name']}, tp {g['tp']}: HV/H {g['value_heads']}/{g['key_heads']}, {report['state_dtype']} state",
         caption=f"{report['device']['name']}, copy {copy or '-'} GB/s. Errors are relative to float64.",
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
-    )  # fmt: skip
-    for name in ("row", "adapter", "us", "ceiling", "out error", "state error"):
-        shown.add_column(name, no_wrap=True, justify="left" if name in ("row", "adapter") else "right")
-    shown.add_column("broke", min_width=10)
-    for row in report["rows"]:
-        for at, result in enumerate(row["results"]):
-            style = "green" if result["adapter"] == row["winner"] else None
-            cells = (row["label"] if at == 0 else "", result["adapter"], *_cells(result))
-            shown.add_row(*map(escape, cells), style=style)
-        shown.add_section()
-    return shown
+        columns=("us", "ceiling", "out error", "state error"),
+        cells=_cells,
+    )
 
 
 def remarks(report: dict[str, Any]) -> list[str]:
@@ -256,10 +238,6 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
     broke = list(dict.fromkeys(broken["clause"] for broken in result["broken"]))
     broke += [f"{deviation.partition(':')[0]} (stated)" for deviation in result["deviations"]]
     return (
-        f"{result['time_us']:,.1f}", f"{result['percent_of_ceiling']:.3g} %", _error(result["output_error"]),
-        _error(result["state_error"]), ", ".join(broke),
+        f"{result['time_us']:,.1f}", f"{result['percent_of_ceiling']:.3g} %", error_text(result["output_error"]),
+        error_text(result["state_error"]), ", ".join(broke),
     )  # fmt: skip
-
-
-def _error(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.1e}"

@@ -16,7 +16,8 @@ from qwen35.cli import parse
 from qwen35.cli.house import make_folder, open_registry, settings_in_force
 from qwen35.cli.launch import joined
 from qwen35.cli.screen import errors, output, progress_bar
-from qwen35.domain.errors import ConfigurationError, UnavailableError
+from qwen35.cli.swap_show import error_text, winners_table, write_plot
+from qwen35.domain.errors import ConfigurationError
 from qwen35.domain.geometry import public_geometry
 
 if TYPE_CHECKING:
@@ -203,37 +204,18 @@ def _show(report: dict[str, Any], path: Path, picture: Path) -> None:
     for line in remarks(report):
         typer.echo(line)
     typer.echo(f"wrote {path}")
-    if not report["rows"]:
-        return
-    try:
-        plot(report, picture)
-    except UnavailableError as exc:
-        typer.echo(f"no plot: {'; '.join(exc.reasons)}")
-    else:
-        typer.echo(f"wrote {picture}")
+    write_plot(plot, report, picture)
 
 
 def table(report: dict[str, Any]) -> Table:
     """The rich table of a document: the winner of each row in green."""
-    from rich import box
-    from rich.markup import escape
-    from rich.table import Table
-
-    shown = Table(
+    return winners_table(
+        report,
         title=f"fused finalize, {report['ranks']} ranks, {report['token_dtype']}",
         caption=f"{report['device']['name']}. The slowest rank's time; the worst rank's errors, relative to float64.",
-        box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False,
-    )  # fmt: skip
-    for name in ("row", "adapter", "us", "norm", "residual", "bits"):
-        shown.add_column(name, no_wrap=True, justify="right" if name in ("us", "norm", "residual") else "left")
-    shown.add_column("broke", min_width=10)
-    for row in report["rows"]:
-        for at, result in enumerate(row["results"]):
-            style = "green" if result["adapter"] == row["winner"] else None
-            cells = (row["label"] if at == 0 else "", result["adapter"], *_cells(result))
-            shown.add_row(*map(escape, cells), style=style)
-        shown.add_section()
-    return shown
+        columns=("us", "norm", "residual", "bits"),
+        cells=_cells,
+    )
 
 
 def remarks(report: dict[str, Any]) -> list[str]:
@@ -254,10 +236,6 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
         return "-", "-", "-", "-", "did not run"
     broke = result["broken"] + [f"{why.partition(':')[0]} (stated)" for why in result["deviations"]]
     return (
-        f"{result['time_us']:,.1f}", _error(result["norm_error"]), _error(result["residual_error"]),
+        f"{result['time_us']:,.1f}", error_text(result["norm_error"]), error_text(result["residual_error"]),
         "alike" if result["bits_agree"] else "differ", ", ".join(broke),
     )  # fmt: skip
-
-
-def _error(value: float | None) -> str:
-    return "not finite" if value is None else f"{value:.1e}"
