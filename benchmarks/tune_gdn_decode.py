@@ -46,6 +46,15 @@ def variants(tile: DecodeConfig) -> list[DecodeConfig]:
     return [replace(tile, stream=False), replace(tile, inner=WIDTH)]
 
 
+def walks(item: int) -> list[DecodeConfig]:
+    """Programs that take several tiles of whole rows, the next ones in flight."""
+    return [
+        DecodeConfig(block_v=block_v, inner=WIDTH, num_warps=warps, walk=walk, stages=stages)
+        for block_v, warps in ((8, 2), (8, 4), (16, 4)) if item == 4 or warps < 4
+        for walk in (2, 4, 128 // block_v) for stages in (2, 3, 4) if stages <= walk
+    ]  # fmt: skip
+
+
 def calls(batch: int, heads: int, key_heads: int, state_dtype: torch.dtype) -> list[DecodeCall]:
     """Calls over one pool, each with slots of its own, so that every one finds the L2 cold."""
     on = torch.device("cuda")
@@ -82,13 +91,13 @@ def sweep(
         if all(tile != known for known, _ in rows):
             rows.append((tile, {batch: time_tile(inputs[batch], tile) for batch in BATCHES}))
 
-    for tile in tiles(state_dtype.itemsize):
+    for tile in (*tiles(state_dtype.itemsize), *walks(state_dtype.itemsize)):
         add(tile)
     winners = [min((times[batch], i) for i, (_, times) in enumerate(rows))[1] for batch in BATCHES]
     for winner in dict.fromkeys(winners):
         for variant in variants(rows[winner][0]):
             add(variant)
-    table = Table("block_v", "inner", "warps", "stream", *(f"B={b} us (%)" for b in BATCHES), title=str(state_dtype))
+    table = Table("block_v", "inner", "warps", "stream", "walk", "stages", *(f"B={b} us (%)" for b in BATCHES), title=str(state_dtype))
     for tile, times in sorted(rows, key=lambda row: row[1][BATCHES[-1]]):
         cells: list[str | Text] = []
         for batch, taken in times.items():
@@ -97,7 +106,7 @@ def sweep(
             best = min(t[batch] for _, t in rows)
             style = "bold green" if taken == best else ""
             cells.append(Text(f"{taken:.1f} ({100 * floor / taken:.0f}){chosen}", style=style))
-        table.add_row(str(tile.block_v), str(tile.inner), str(tile.num_warps), str(tile.stream), *cells)
+        table.add_row(str(tile.block_v), str(tile.inner), str(tile.num_warps), str(tile.stream), str(tile.walk), str(tile.stages), *cells)
     console.print(table)
     return [{"state": str(state_dtype), "heads": heads, "tile": asdict(tile), "us": times} for tile, times in rows]
 

@@ -24,13 +24,16 @@ _TWO_STAGES_BYTES = 174 * 1024
 class DecodeConfig:
     """Tile of the token-by-token kernels: ``block_v`` rows of the state, read as pieces of ``inner`` elements.
 
-    ``stream`` marks state traffic as evict-first, so that it does not push anything else out of L2.
+    ``stream`` marks state traffic as evict-first, so that it does not push anything else out of L2. A program of
+    decode takes ``walk`` tiles one after another, with ``stages - 1`` of them in flight.
     """
 
     block_v: int
     inner: int
     num_warps: int
     stream: bool = True
+    walk: int = 1
+    stages: int = 1
 
 
 @dataclass(frozen=True, slots=True)
