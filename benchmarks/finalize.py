@@ -141,9 +141,7 @@ def through_torch(signature: WorkspaceSignature) -> Callable[[Problem], Call]:
     """(ii) finalize, torch's one-shot symmetric-memory all-reduce, residual and norm."""
     from torch.distributed import _symmetric_memory as symmetric_memory
 
-    whole = symmetric_memory.empty(
-        signature.max_m * signature.hidden, dtype=torch.bfloat16, device=signature.device
-    )
+    whole = symmetric_memory.empty(signature.max_m * signature.hidden, dtype=torch.bfloat16, device=signature.device)
     name = signature.group.group_name
     symmetric_memory.rendezvous(whole, name)
 

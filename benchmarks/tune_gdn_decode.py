@@ -97,7 +97,16 @@ def sweep(
     for winner in dict.fromkeys(winners):
         for variant in variants(rows[winner][0]):
             add(variant)
-    table = Table("block_v", "inner", "warps", "stream", "walk", "stages", *(f"B={b} us (%)" for b in BATCHES), title=str(state_dtype))
+    table = Table(
+        "block_v",
+        "inner",
+        "warps",
+        "stream",
+        "walk",
+        "stages",
+        *(f"B={b} us (%)" for b in BATCHES),
+        title=str(state_dtype),
+    )
     for tile, times in sorted(rows, key=lambda row: row[1][BATCHES[-1]]):
         cells: list[str | Text] = []
         for batch, taken in times.items():
@@ -106,7 +115,15 @@ def sweep(
             best = min(t[batch] for _, t in rows)
             style = "bold green" if taken == best else ""
             cells.append(Text(f"{taken:.1f} ({100 * floor / taken:.0f}){chosen}", style=style))
-        table.add_row(str(tile.block_v), str(tile.inner), str(tile.num_warps), str(tile.stream), str(tile.walk), str(tile.stages), *cells)
+        table.add_row(
+            str(tile.block_v),
+            str(tile.inner),
+            str(tile.num_warps),
+            str(tile.stream),
+            str(tile.walk),
+            str(tile.stages),
+            *cells,
+        )
     console.print(table)
     return [{"state": str(state_dtype), "heads": heads, "tile": asdict(tile), "us": times} for tile, times in rows]
 

@@ -138,4 +138,3 @@ def launch(
         **arguments, outbox=mail.outbox, outboxes=mail.outboxes, TOKEN=_TYPES[signature.dtype],
         TOKEN_WORD=_WORDS[signature.dtype], REDUCE=phases[1], TAKE=phases[2], **options,
     )  # fmt: skip
-

@@ -91,9 +91,7 @@ def rank_share(
     if TOP_K == 0:
         return tl.load(source + row.to(tl.int64) * D + columns, mask=inside, other=0.0).to(tl.float32)
     else:
-        return expert_sum(
-            source, weights, indices, shared, row, source_rows, columns, inside, D, TOP_K, SHARED
-        )
+        return expert_sum(source, weights, indices, shared, row, source_rows, columns, inside, D, TOP_K, SHARED)
 
 
 @triton.jit

@@ -35,9 +35,7 @@ def _send(
     start = (item % SPLITS) * (D // SPLITS)
     within = tl.arange(0, SLICE_BLOCK)
     inside = within < D // SPLITS
-    share = rank_share(
-        source, weights, indices, shared, row, source_rows, start + within, inside, D, TOP_K, SHARED
-    )
+    share = rank_share(source, weights, indices, shared, row, source_rows, start + within, inside, D, TOP_K, SHARED)
     bits = wire_bits(share, WIRE, WORD)
     at = slot_of(row, epoch, rank, N, D) + start + within
     for peer in tl.static_range(N):
@@ -60,13 +58,9 @@ def _receive(
     if row < split_rows:
         # The row's last use may have been a split one, which nobody could clear while its siblings read.
         own = tl.arange(0, SLICE_BLOCK)
-        clear(
-            inbox + slot_of(row, epoch - 1, 0, N, D) + start, source, own, own < D // SPLITS, N, D, WORD
-        )
+        clear(inbox + slot_of(row, epoch - 1, 0, N, D) + start, source, own, own < D // SPLITS, N, D, WORD)
     slots = inbox + slot_of(row, epoch, 0, N, D)
-    total, squares = await_total(
-        slots, source, columns, held.to(tl.float32), missing, spin_limit, N, D, WIRE, CHECKED
-    )
+    total, squares = await_total(slots, source, columns, held.to(tl.float32), missing, spin_limit, N, D, WIRE, CHECKED)
     norm = normed(total, squares, factor.to(tl.float32), eps, weight_bias, D)
     mine = (columns >= start) & (columns < start + D // SPLITS)
     at = row.to(tl.int64) * D + columns

@@ -56,9 +56,7 @@ def decode_kernel(
         state, o = delta_step(state, q_raw, k_raw, v_raw, scale, alpha, b, PIECES)
         o = tl.where(live, o, 0.0)
         tl.store(out + rows, rounded(o, out.dtype.element_ty), mask=rows < V)
-        store_pieces(
-            sink + tile, state, columns[None, :], in_v[:, None] & (target >= 0), K, INNER, PIECES, STREAM
-        )
+        store_pieces(sink + tile, state, columns[None, :], in_v[:, None] & (target >= 0), K, INNER, PIECES, STREAM)
 
 
 def launch_decode(call: DecodeCall, out: Tensor, config: DecodeConfig) -> None:
@@ -73,6 +71,6 @@ def launch_decode(call: DecodeCall, out: Tensor, config: DecodeConfig) -> None:
         call.q.stride(0), call.q.stride(1), call.k.stride(0), call.k.stride(1), call.v.stride(0), call.v.stride(1),
         gate.stride(0), beta.stride(0), out.stride(0), out.stride(1), call.states.stride(0),
         HV=heads, RATIO=heads // key_heads, K=key_width, V=value_width, PIECES=power_of_two(key_width) // config.inner,
-        INNER=config.inner, BLOCK_V=config.block_v, WALK=config.walk, STAGES=config.stages, RAW=raw, STREAM=config.stream,
-        num_warps=config.num_warps,
+        INNER=config.inner, BLOCK_V=config.block_v, WALK=config.walk, STAGES=config.stages, RAW=raw,
+        STREAM=config.stream, num_warps=config.num_warps,
     )  # fmt: skip
