@@ -14,12 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shlex
 import socket
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ from qwen35.ports.finalize_checks import handoff_tensors
 from qwen35.ports.finalize_fusion import FinalizeHandoff, NormAndResidual
 from qwen35.services.finalize_facts import device_facts
 from qwen35.testing.finalize_cases import FinalizeCase
+from qwen35.testing.machine import versions
 
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 PEERS = ("nccl", "torch", "ipc")
@@ -310,8 +313,8 @@ def work(rank: int, port: int, options: argparse.Namespace) -> None:
         del methods
     if rank == 0 and not options.build:
         document = {
-            "device": torch.cuda.get_device_name(), "ranks": options.ranks, "torch": torch.__version__,
-            "triton": triton.__version__, "calls_a_graph": options.calls, "replays": options.replays,
+            "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": options.command,
+            "versions": versions(), "device": torch.cuda.get_device_name(), "ranks": options.ranks, "calls_a_graph": options.calls, "replays": options.replays,
             "multicast": "off", "seconds": round(time.monotonic() - started, 1), "rows": rows,
             "kernels_of_one_call": profiles,
         }  # fmt: skip
@@ -343,6 +346,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="also measure other tunings of ours")
     parser.add_argument("--build", action="store_true", help="make every method's workspace, measure nothing")
     options = parser.parse_args()
+    options.command = shlex.join(["python", *sys.argv])
     options.shapes = [shape(text) for text in options.shapes.split(",")]
     options.m = [int(text) for text in options.m.split(",")]
     options.peers = [name for name in options.peers.split(",") if name]
