@@ -314,7 +314,8 @@ def work(rank: int, port: int, options: argparse.Namespace) -> None:
     if rank == 0 and not options.build:
         document = {
             "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": options.command,
-            "versions": versions(), "device": torch.cuda.get_device_name(), "ranks": options.ranks, "calls_a_graph": options.calls, "replays": options.replays,
+            "versions": versions(), "device": torch.cuda.get_device_name(), "ranks": options.ranks,
+            "calls_a_graph": options.calls, "replays": options.replays,
             "multicast": "off", "seconds": round(time.monotonic() - started, 1), "rows": rows,
             "kernels_of_one_call": profiles,
         }  # fmt: skip
