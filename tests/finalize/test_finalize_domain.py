@@ -158,11 +158,13 @@ def test_a_signature_covers_smaller_calls_of_the_same_kind_only() -> None:
         "max_m": 33, "hidden": 128, "top_k": 5, "dtype": "float32", "eps": 1e-5, "weight_bias": 1.0,
         "shared_expert": False, "device": "cuda:0", "group": object(), "rank": 1,
     }  # fmt: skip
+    assert have.covers(signature(speculative=False)), "what is safe under speculation is safe without"
+    assert signature(speculative=False).differences(have) == ("speculative: has False, asked True",)
     for name, value in others.items():
         differences = have.differences(signature(**{name: value}))
         assert len(differences) == 1, (name, differences)
         assert differences[0].startswith(f"{name}: "), differences
-    assert {"tp_size", *others} == {f.name for f in dataclasses.fields(WorkspaceSignature)}
+    assert {"tp_size", "speculative", *others} == {f.name for f in dataclasses.fields(WorkspaceSignature)}
     assert len(have.differences(signature(tp_size=4, max_m=64))) == 2
 
 

@@ -157,9 +157,10 @@ def prepared(config: Any, **changes: Any) -> tuple[Any, Native]:
         return made[-1]
 
     names = FusionNames(make, lambda **_: None, "finalize", "all-reduce", config)
-    options: dict[str, Any] = {"load": lambda: names, "backend": lambda: SymmetricMemory("CUDA"), "speculative": False}
+    options: dict[str, Any] = {"load": lambda: names, "backend": lambda: SymmetricMemory("CUDA")}
+    asked = signature(speculative=changes.pop("speculative", False))
     with FakeTensorMode():
-        return fusion(config, **(options | changes)).prepare(signature()), made[0]
+        return fusion(config, **(options | changes)).prepare(asked), made[0]
 
 
 @pytest.mark.row("A04")

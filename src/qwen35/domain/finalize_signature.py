@@ -18,7 +18,9 @@ class WorkspaceSignature:
     ``group`` is the process group over which the sum runs, held strongly: its identity is part of the
     signature, and the number of a group that died could be given to another. ``device`` carries an index
     ("cuda:0") or is "cpu". ``weight_bias`` is added to gamma (0.0 where gamma already is the checkpoint's
-    weight plus one). Raises ``ConfigurationError`` naming the field, before any device work.
+    weight plus one). ``speculative``: graphs of draft and verify steps may alternate, so a kernel must not load the
+    shared expert's output before the kernel ahead of it has ended; true unless the engine knows that it does not
+    speculate. Raises ``ConfigurationError`` naming the field, before any device work.
     """
 
     group: object
@@ -32,6 +34,7 @@ class WorkspaceSignature:
     weight_bias: float = 0.0
     shared_expert: bool = True
     device: str = "cpu"
+    speculative: bool = True
 
     def __post_init__(self) -> None:
         for name in ("tp_size", "hidden", "top_k", "max_m"):
@@ -59,12 +62,15 @@ class WorkspaceSignature:
             if field.name == "group":
                 if have is not want:
                     out.append("group: asked for another process group")
-            elif have < want if field.name == "max_m" else have != want:
+            elif have < want if field.name in ("max_m", "speculative") else have != want:
                 out.append(f"{field.name}: has {have}, asked {want}")
         return tuple(out)
 
     def covers(self, asked: WorkspaceSignature) -> bool:
-        """Whether a workspace of this signature serves ``asked``: all alike, ``max_m`` at least as large."""
+        """Whether a workspace of this signature serves ``asked``: all alike, ``max_m`` at least as large.
+
+        One that is safe under speculation serves an engine without it too.
+        """
         return not self.differences(asked)
 
     def shared(self) -> dict[str, object]:

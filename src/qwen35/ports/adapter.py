@@ -16,12 +16,10 @@ ENTRY_POINT_GROUP = "qwen35.adapters"
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterOptions:
     """Settings that concern single adapters. ``prefill_split``: the sequence-split prefill kernel, where there
-    is one. ``checked``: adapters that wait for other ranks wait with a time-out. ``speculative``: draft and verify
-    graphs may alternate; true unless an engine knows that it does not speculate."""
+    is one. ``checked``: adapters that wait for other ranks wait with a time-out."""
 
     prefill_split: Literal["auto", "on", "off"] = "auto"
     checked: bool = False
-    speculative: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,7 +66,7 @@ class FusionExperiment:
         """A workspace for exactly this row."""
         return WorkspaceSignature(
             group=ranks.group, tp_size=ranks.size, rank=ranks.rank, hidden=row.shape.hidden, top_k=row.shape.top_k,
-            max_m=row.m, dtype=self.dtype, device=self.device,
+            max_m=row.m, dtype=self.dtype, device=self.device, speculative=False,
         )  # fmt: skip
 
     def case(self, row: FusionRow, ranks: int) -> FinalizeCase:

@@ -16,10 +16,10 @@ def _probe(platform: Platform) -> Support:
     return Support.of(*device, *installed())
 
 
-def _multicast(platform: Platform, options: AdapterOptions) -> Any:
+def _multicast(platform: Platform, _: AdapterOptions) -> Any:
     from qwen35.adapters.flashinfer.finalize_multicast import FlashInferMulticastFusion
 
-    return FlashInferMulticastFusion(device_facts(platform.device), speculative=options.speculative)
+    return FlashInferMulticastFusion(device_facts(platform.device))
 
 
 def _ipc(platform: Platform, _: AdapterOptions) -> Any:

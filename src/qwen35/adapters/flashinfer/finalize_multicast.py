@@ -50,15 +50,14 @@ def group_shape(group: Any) -> tuple[int, int]:
 
 
 class FlashInferMulticastFusion:
-    """``speculative``: draft and verify replays alternate, so the shared expert's output is not loaded early."""
+    """Loads the shared expert's output early, except where the signature is ``speculative``."""
 
     def __init__(
-        self, facts: DeviceFacts, *, speculative: bool = False, load: Loader = multicast_names,
+        self, facts: DeviceFacts, *, load: Loader = multicast_names,
         backend: Callable[[], SymmetricMemoryBackend] = _torch_backend,
         shape_of: Callable[[Any], tuple[int, int]] = group_shape,
     ) -> None:  # fmt: skip
-        self._facts, self._speculative = facts, speculative
-        self._load, self._backend, self._shape_of = load, backend, shape_of
+        self._facts, self._load, self._backend, self._shape_of = facts, load, backend, shape_of
         # Ranks travel in bfloat16 and are summed in float32: one rounding a rank (16 at most) beside the last.
         self.capabilities = FusionCapabilities(
             device_types=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), tp_sizes=frozenset({2, 4, 8, 16}),
@@ -94,7 +93,7 @@ class FlashInferMulticastFusion:
         device = torch.device(signature.device)
         self._choose_backend(device)
         names = self._load()
-        config = with_early_shared_load(names.config, speculative=self._speculative)
+        config = with_early_shared_load(names.config, speculative=signature.speculative)
         logger.info("%s: shared expert loaded early: %s", NAME, config is not names.config)
         native = names.make(
             tp_size=signature.tp_size, tp_rank=signature.rank, max_token_num=signature.max_m,
