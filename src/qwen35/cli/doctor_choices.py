@@ -115,7 +115,7 @@ def _finalize(registry: AdapterRegistry, requested: str) -> ChoiceFacts:
     from qwen35.services.finalize_fusion import OFF
 
     if requested == OFF:
-        return _facts("finalize", _FINALIZE, requested, "off: no layer ends in the fused finalize")
+        return _facts("finalize", _FINALIZE, requested, f"off: no layer ends in the fused finalize{_policy(requested)}")
     try:
         names = registry.names(_FINALIZE) if requested == "auto" else (registry.entry(_FINALIZE, requested).name,)
     except Qwen35Error as exc:
@@ -124,10 +124,25 @@ def _finalize(registry: AdapterRegistry, requested: str) -> ChoiceFacts:
     for name in names:
         support = registry.usable(_FINALIZE, name)
         if support:
-            facts = _facts("finalize", _FINALIZE, requested, "the first usable here; prepare() asks every rank")
+            reason = f"the first usable here; prepare() asks every rank{_policy(requested)}"
+            facts = _facts("finalize", _FINALIZE, requested, reason)
             facts["adapter"], facts["rejected"] = name, rejected
             return facts
         rejected[name] = list(support.reasons)
     facts = _facts("finalize", _FINALIZE, requested, "build() works, prepare() among ranks would fail", ok=False)
     facts["rejected"] = rejected
     return facts
+
+
+def _policy(requested: str) -> str:
+    """What the eligibility policy says of a mixture's decode step with as many ranks as this process has."""
+    from qwen35.domain.finalize_policy import ForwardMode, Situation, decide_finalize
+    from qwen35.services.finalize_fusion import OFF
+    from qwen35.settings import launch_environment
+
+    situation = Situation(
+        forward_mode=ForwardMode.DECODE, m=1, max_m=1, tp_size=launch_environment().world_size,
+        enabled=requested != OFF,
+    )  # fmt: skip
+    reasons = decide_finalize(situation).reasons
+    return f". A step of this process would not be fused: {'; '.join(reasons)}" if reasons else ""

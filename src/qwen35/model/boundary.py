@@ -27,6 +27,7 @@ from qwen35.model.config import DENSE, MOE, TextConfig
 from qwen35.model.norm import RMSNorm, add_and_norm
 from qwen35.model.parallel import TensorParallel
 from qwen35.services.finalize_fusion import FinalizeService
+from qwen35.services.finalize_log import DecisionLog
 
 #: What a layer may leave for the next norm: the whole output, this rank's share of it, or a handoff.
 Unfinished = Tensor | PendingAllReduce | FinalizeHandoff
@@ -60,12 +61,14 @@ class Step:
 class Boundaries:
     """All boundaries of one model. Without a service, or before ``prepare``, nothing is fused.
 
-    ``latest`` is the step that ran last, None before the first.
+    ``latest`` is the step that ran last, None before the first. ``prepare`` logs what the policy says, and an extend
+    what is new; a decode step never does.
     """
 
     def __init__(self, config: TextConfig, parallel: TensorParallel, service: FinalizeService | None) -> None:
         self._config, self._parallel, self._service = config, parallel, service
         self._gammas: dict[RMSNorm, Tensor] = {}
+        self._log = DecisionLog()
         self.latest: Step | None = None
 
     def prepare(self, norms: Iterable[RMSNorm], dtype: torch.dtype, device: torch.device) -> None:
@@ -74,6 +77,10 @@ class Boundaries:
         ``norms`` are those that may meet an unfinished output. Copies of their weights are kept in ``dtype``, as the
         kernels read them, until the next ``prepare``. Raises what ``FinalizeService.prepare`` raises.
         """
+        self._prepare(norms, dtype, device)
+        self._note(self._decide(ForwardMode.DECODE, 1))
+
+    def _prepare(self, norms: Iterable[RMSNorm], dtype: torch.dtype, device: torch.device) -> None:
         service, moe, name = self._service, self._config.moe, str(dtype).removeprefix("torch.")
         if service is None or moe is None or not self._parallel.divided or name not in TOKEN_DTYPES:
             return
@@ -83,22 +90,31 @@ class Boundaries:
             WorkspaceSignature(
                 group=self._parallel.group, tp_size=self._parallel.size, rank=self._parallel.rank,
                 hidden=self._config.hidden, top_k=moe.top_k, max_m=MAX_FUSED_TOKENS, dtype=name, eps=self._config.eps,
-                weight_bias=1.0, shared_expert=True, device=str(device),
+                weight_bias=1.0, shared_expert=True, device=str(device), speculative=False,
             )
         )  # fmt: skip
 
     def step(self, batch: Batch) -> Step:
         """The policy's word on a pass over ``batch``."""
-        service, m = self._service, batch.tokens
+        self.latest = step = self._decide(_MODES[batch.phase], batch.tokens)
+        if batch.phase is not Phase.DECODE:
+            self._note(step)
+        return step
+
+    def _decide(self, mode: ForwardMode, m: int) -> Step:
+        service = self._service
         support = () if service is None else service.supports(m).reasons
         situation = Situation(
-            forward_mode=_MODES[batch.phase], m=m, max_m=m if service is None else service.max_m or m,
+            forward_mode=mode, m=m, max_m=m if service is None else service.max_m or m,
             tp_size=self._parallel.size, enabled=service is not None and service.enabled,
             prepared=service is not None and service.is_prepared and bool(self._gammas),
             model_type=DENSE if self._config.moe is None else MOE,
         )  # fmt: skip
-        self.latest = Step(situation, support)
-        return self.latest
+        return Step(situation, support)
+
+    def _note(self, step: Step) -> None:
+        self._log.note("finalize", step.finalize)
+        self._log.note("all-reduce", step.all_reduce)
 
     def after_mixer(self, share: Tensor, step: Step) -> Unfinished:
         """What goes from a token mixer, of whose output ``share`` [T, hidden] is this rank's, to the next norm."""
