@@ -69,14 +69,15 @@ class FinalizeCase:
         return self._placed(1.0 + 0.1 * torch.randn(self.hidden, generator=self._generator(202)))
 
     def finalize_oracle(self, eps: float, weight_bias: float) -> tuple[Tensor, Tensor]:
-        """Norm and residual in float64, by select: an independent path over the dense [m, top_k, D] cube."""
+        """Norm and residual in float64, by select, choice after choice: a few [m, D] doubles at a time."""
         x = torch.zeros(self.m, self.hidden, dtype=torch.float64, device=self.device)
         for rank in range(self.tp_size):
             routed, weights, indices, shared = handoff_tensors(self.handoff(rank))
             live = (indices >= 0) & (weights != 0)
-            chosen = routed.double()[indices.clamp_min(0).long()]
-            terms = torch.where(live[..., None], chosen * weights.double()[..., None], 0.0)
-            x += terms.sum(1)
+            rows = indices.clamp_min(0).long()
+            for j in range(self.top_k):
+                term = routed[rows[:, j]].double().mul_(weights[:, j, None].double())
+                x += term.masked_fill_(~live[:, j, None], 0.0)
             if shared is not None:
                 x += shared.double()
         return self._norm(x, eps, weight_bias)
