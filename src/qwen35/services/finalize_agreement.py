@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -50,19 +51,21 @@ class GroupAgreement:
 
 
 class Agreements:
-    """One agreement for each process group, made when first asked for."""
+    """One agreement for each process group, made when first asked for, once whatever the number of threads."""
 
     def __init__(self, make: Callable[[Any], Agreement] = GroupAgreement) -> None:
         self._make = make
         self._made: list[tuple[object, Agreement]] = []
+        self._lock = threading.Lock()
 
     def of(self, group: Any, size: int) -> Agreement:
         """The agreement of ``group`` (by identity); of one rank with itself where ``size`` is 1."""
         if size == 1:
             return Alone()
-        for have, agreement in self._made:
-            if have is group:
-                return agreement
-        agreement = self._make(group)
-        self._made.append((group, agreement))
-        return agreement
+        with self._lock:
+            for have, agreement in self._made:
+                if have is group:
+                    return agreement
+            agreement = self._make(group)
+            self._made.append((group, agreement))
+            return agreement

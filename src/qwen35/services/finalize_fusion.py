@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from torch import Tensor
 from qwen35.domain.capabilities import Support
 from qwen35.domain.errors import (
     AgreementError,
+    ClosedError,
     ConfigurationError,
-    ContractError,
     HandoffError,
     NotPreparedError,
+    Qwen35Error,
     ShapeError,
 )
 from qwen35.domain.finalize import FinalizeHandoff
@@ -28,7 +29,7 @@ from qwen35.services.counters import Counters
 from qwen35.services.finalize_agreement import Agreement, Agreements
 from qwen35.services.finalize_choice import PORT, FusionChoice, choose_fusion
 from qwen35.services.finalize_facts import device_facts
-from qwen35.services.finalize_registry import WorkspaceRegistry
+from qwen35.services.finalize_registry import WorkspaceRegistry, usable
 from qwen35.services.registry import AdapterRegistry
 from qwen35.services.routing import capturing
 
@@ -44,8 +45,7 @@ def gemma_gamma(checkpoint_weight: Tensor, dtype: torch.dtype) -> Tensor:
 class FinalizeService:
     """Serves every layer of a model. Nothing works before ``prepare``.
 
-    One workspace cannot take two calls at once: eager calls are serialised, and one that comes on another
-    stream waits for the calls before it. Inside capture the engine orders its graphs.
+    One workspace cannot take two calls at once: they are serialised, those of other services of this process too.
     """
 
     def __init__(
@@ -60,8 +60,6 @@ class FinalizeService:
         self._agreements, self._facts = agreements or Agreements(), facts
         self._workspace: FusionWorkspace | None = None
         self._agreement: Agreement | None = None
-        self._lock = threading.RLock()
-        self._stream: torch.cuda.Stream | None = None
         self.choice: FusionChoice | None = None
 
     @property
@@ -127,16 +125,12 @@ class FinalizeService:
 
         def check() -> None:
             check_finalize(workspace.signature, handoff, residual, gamma, out, values=True)
+            _check_addition(residual, post_residual_addition)
 
         self._agree_on_call("finalize", handoff.m, check)
-        if post_residual_addition is not None:
-            if post_residual_addition.shape != residual.shape:
-                raise ShapeError(
-                    f"post_residual_addition must be [m, D] = {list(residual.shape)} like the residual, "
-                    f"got {list(post_residual_addition.shape)}"
-                )
-            residual = residual + post_residual_addition
-        return self._serve("finalize", lambda: workspace.finalize(handoff, residual, gamma, out))
+        _check_addition(residual, post_residual_addition)
+        total = residual if post_residual_addition is None else residual + post_residual_addition
+        return self._serve("finalize", lambda: workspace.finalize(handoff, total, gamma, out))
 
     def all_reduce(
         self, local: Tensor, residual: Tensor, gamma: Tensor, *, out: NormAndResidual | None = None
@@ -159,28 +153,28 @@ class FinalizeService:
         Raises ``HandoffError`` where ``decision`` is against it, or the residual or the Gemma-style gamma is
         missing: a handoff has no other way on.
         """
-        if not decision.eligible:
-            raise HandoffError(f"a finalize handoff came on an ineligible path: {'; '.join(decision.reasons)}")
-        if residual is None:
-            raise HandoffError("a finalize handoff requires a residual, got None")
-        if gamma is None:
-            raise HandoffError("a finalize handoff requires a norm with a Gemma-style weight, got none")
-        return self.finalize(handoff, residual, gamma, post_residual_addition=post_residual_addition)
+        if decision.eligible and residual is not None and gamma is not None:
+            return self.finalize(handoff, residual, gamma, post_residual_addition=post_residual_addition)
+        refusal = _refusal(decision, residual)
+        self._agree_on_call("finalize", handoff.m, partial(_raise, refusal))
+        raise refusal
 
     def close(self) -> None:
         """Destroy the workspace; a later call raises ``NotPreparedError``. Idempotent."""
         if self._workspace is not None:
             self._workspaces.release()
-        self._workspace = self._agreement = self._stream = None
+        self._workspace = self._agreement = None
 
     def _agree_on_call(self, call: str, m: int, check: Callable[[], None]) -> None:
         """In checked mode, before anything is launched: an error that one rank sees becomes one on all."""
         if not self._checked or self._agreement is None or capturing():
             return
-        error: ContractError | None = None
+        error: Qwen35Error | None = None
         try:
+            if self._workspace is not None and not usable(self._workspace):
+                raise ClosedError("the fusion workspace is destroyed; prepare a new one")
             check()
-        except ContractError as exc:
+        except Qwen35Error as exc:
             error = exc
         records: list[Any] = self._agreement.exchange((call, m, None if error is None else str(error)))
         if error is not None:
@@ -193,17 +187,27 @@ class FinalizeService:
 
     def _serve(self, call: str, launch: Callable[[], NormAndResidual]) -> NormAndResidual:
         mode = "captured" if capturing() else "eager"
-        with self._lock:
-            if mode == "eager":
-                self._follow_stream()
+        with self._workspaces.order.turn(self.workspace.signature.device):
             result = launch()
         self._counters.add("calls", port=PORT, phase=call, adapter=self.workspace.adapter, mode=mode)
         return result
 
-    def _follow_stream(self) -> None:
-        if not self.workspace.signature.device.startswith("cuda"):
-            return
-        current = torch.cuda.current_stream(self.workspace.signature.device)
-        if self._stream is not None and self._stream != current:
-            current.wait_stream(self._stream)
-        self._stream = current
+
+def _check_addition(residual: Tensor, addition: Tensor | None) -> None:
+    if addition is not None and addition.shape != residual.shape:
+        raise ShapeError(
+            f"post_residual_addition must be [m, D] = {list(residual.shape)} like the residual, "
+            f"got {list(addition.shape)}"
+        )
+
+
+def _refusal(decision: Decision, residual: Tensor | None) -> HandoffError:
+    if not decision.eligible:
+        return HandoffError(f"a finalize handoff came on an ineligible path: {'; '.join(decision.reasons)}")
+    if residual is None:
+        return HandoffError("a finalize handoff requires a residual, got None")
+    return HandoffError("a finalize handoff requires a norm with a Gemma-style weight, got none")
+
+
+def _raise(error: HandoffError) -> None:
+    raise error

@@ -13,6 +13,7 @@ from qwen35.domain.errors import AgreementError, CaptureError, CreationError, Qw
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_fusion import FusionWorkspace
 from qwen35.services.finalize_agreement import Agreement
+from qwen35.services.finalize_order import CallOrder
 from qwen35.services.routing import capturing
 
 WHAT = "fusion workspace"
@@ -34,19 +35,27 @@ def synchronise(device: str) -> None:
         torch.cuda.synchronize(device)
 
 
+def usable(workspace: FusionWorkspace) -> bool:
+    """Whether ``workspace`` takes calls at all: not after ``destroy``."""
+    return workspace.supports(1).ok
+
+
 class WorkspaceRegistry:
     """At most one live workspace, behind a lock.
 
     A workspace becomes visible only after its device was synchronised and every rank has arrived; it is never
-    replaced or evicted, only destroyed by ``release``. A failure is remembered on every rank: the factory is
-    not called again for what failed.
+    replaced or evicted, only destroyed by ``release``; one that was destroyed behind the registry's back, or that a
+    lost rank has spoilt, is live no more. A failure is remembered on every rank: the factory is not called again for
+    what failed. ``order`` is that of the calls on the live workspace.
     """
 
     def __init__(
-        self, is_capturing: Callable[[], bool] = capturing, synchronise: Callable[[str], None] = synchronise
-    ) -> None:
+        self, is_capturing: Callable[[], bool] = capturing, synchronise: Callable[[str], None] = synchronise,
+        order: CallOrder | None = None,
+    ) -> None:  # fmt: skip
         self._lock = threading.RLock()
         self._capturing, self._synchronise = is_capturing, synchronise
+        self.order = order or CallOrder()
         self._live: FusionWorkspace | None = None
         self._failures: list[_Failure] = []
 
@@ -54,6 +63,8 @@ class WorkspaceRegistry:
     def live(self) -> FusionWorkspace | None:
         """The live workspace, or None."""
         with self._lock:
+            if self._live is not None and not usable(self._live):
+                self._forget()
             return self._live
 
     def obtain(
@@ -67,21 +78,26 @@ class WorkspaceRegistry:
         (the ranks ask for different things), ``CreationError`` (now, or remembered).
         """
         with self._lock:
+            live = self.live
             refusal = self._refusal(signature, adapter)
-            ready = refusal is None and self._live is not None
+            ready = refusal is None and live is not None
             state = {"refused": None if refusal is None else str(refusal), "ready": ready}
             _agree(agreement.exchange({**state, "asked": signature.shared() | {"adapter": adapter}}), refusal)
-            if self._live is not None:
-                return self._live
+            if live is not None:
+                return live
             return self._create(signature, agreement, create, adapter)
 
     def release(self) -> None:
         """Destroy the live workspace, if any, and forget failures."""
         with self._lock:
-            if self._live is not None:
-                self._live.destroy()
-            self._live = None
+            self._forget()
             self._failures.clear()
+
+    def _forget(self) -> None:
+        if self._live is not None:
+            self._live.destroy()
+        self._live = None
+        self.order.forget()
 
     def _refusal(self, signature: WorkspaceSignature, adapter: str) -> Qwen35Error | None:
         """Why this rank cannot serve ``signature``, without asking the others."""
