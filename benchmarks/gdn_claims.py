@@ -18,7 +18,7 @@ from qwen35.services.registry import AdapterRegistry
 
 @dataclass
 class Claim:
-    """One thing shown: ``value`` in ``unit``, to be ``at_least`` or ``at_most`` a goal (None: only reported)."""
+    """One thing shown: ``value`` in ``unit``, to be ``at_least`` or ``at_most`` a goal (neither: only reported)."""
 
     part: str
     what: str
@@ -31,10 +31,9 @@ class Claim:
 
     @property
     def met(self) -> bool | None:
-        if self.at_least is None and self.at_most is None:
+        """None: there is no goal, or nothing was measured, for the reasons given."""
+        if self.value is None or (self.at_least is None and self.at_most is None):
             return None
-        if self.value is None:
-            return False
         enough = self.at_least is None or self.value >= self.at_least
         return enough and (self.at_most is None or self.value <= self.at_most)
 

@@ -1,7 +1,8 @@
-"""Rewrites the tables of README.md from the committed swap documents.
+"""Rewrites the tables of README.md from the committed measurements.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` and comes from ``results/NAME.json``, which
-``qwen35 swap`` wrote. ``--check`` writes nothing and exits with 1 where a table is not what its document says.
+``qwen35 swap`` or ``gdn_integration.py`` wrote. ``--check`` writes nothing and exits with 1 where a table is not what
+its document says.
 """
 
 from __future__ import annotations
@@ -47,7 +48,36 @@ def rewritten(text: str, results: Path) -> str:
 
 
 def table(report: dict[str, Any]) -> str:
-    """One swap document as a Markdown table: a row a call, microseconds and percent of the ceiling an adapter."""
+    """One document as a Markdown table, by its kind."""
+    return claims_table(report) if report.get("kind") == "gdn integration" else swap_table(report)
+
+
+def claims_table(report: dict[str, Any]) -> str:
+    """A row a claim: what was measured, its goal, and whether that was met."""
+    lines = [_claims_caption(report), "", "| what | measured | goal | |", "| --- | --- | --- | --- |"]
+    for row in report["rows"]:
+        measured = "-" if row["value"] is None else f"{row['value']:.2f} {row['unit']}"
+        verdict = {None: "", True: "met", False: "**missed**"}[row["met"]]
+        lines.append(f"| {row['what']} | {measured} | {_goal(row)} | {verdict} |")
+    reasons = [f"- {row['what']}: not measured: {reason}" for row in report["rows"] for reason in row["reasons"]]
+    return "\n".join([*lines, *([""] if reasons else []), *reasons])
+
+
+def _goal(row: dict[str, Any]) -> str:
+    bounds = (("at least", row["at_least"]), ("at most", row["at_most"]))
+    return " and ".join(f"{word} {bound:g}" for word, bound in bounds if bound is not None)
+
+
+def _claims_caption(report: dict[str, Any]) -> str:
+    g = report["geometry"]
+    return (
+        f"HV/H {g['value_heads']}/{g['key_heads']}, {report['device']['name']}, {_used(report['versions'])}, "
+        f"{report['created'][:10]}."
+    )
+
+
+def swap_table(report: dict[str, Any]) -> str:
+    """A row a call, microseconds and percent of the ceiling an adapter."""
     names = list(dict.fromkeys(r["adapter"] for row in report["rows"] for r in row["results"]))
     lines = [_caption(report), "", f"| call | floor us | {' | '.join(names)} |", "| --- " * (len(names) + 2) + "|"]
     for row in report["rows"]:
@@ -60,8 +90,7 @@ def table(report: dict[str, Any]) -> str:
 
 
 def _caption(report: dict[str, Any]) -> str:
-    g, v = report["geometry"], report["versions"]
-    used = ", ".join(f"{name} {v[name]}" for name in ("torch", "triton", "flashinfer", "sglang") if v.get(name))
+    g, used = report["geometry"], _used(report["versions"])
     partial = " (interrupted)" if report["interrupted"] else ""
     return (
         f"{g['name']} at tensor parallel {g['tp']}: HV/H {g['value_heads']}/{g['key_heads']}, {report['state_dtype']} "
@@ -70,6 +99,10 @@ def _caption(report: dict[str, Any]) -> str:
         "winners in bold; cells marked eager hold the host's part of a call and are not to be compared with graph "
         "replays."
     )
+
+
+def _used(v: dict[str, str | None]) -> str:
+    return ", ".join(f"{name} {v[name]}" for name in ("torch", "triton", "flashinfer", "sglang") if v.get(name))
 
 
 def _cell(result: dict[str, Any] | None, won: bool) -> str:

@@ -13,9 +13,7 @@ SCRIPT = ROOT / "benchmarks" / "tables.py"
 
 
 def tables(*words: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, words)], capture_output=True, text=True, check=False
-    )
+    return subprocess.run([sys.executable, SCRIPT, *map(str, words)], capture_output=True, text=True, check=False)
 
 
 def result(adapter: str, time: float | None, **changes: Any) -> dict[str, Any]:
@@ -63,6 +61,26 @@ def test_tables_are_rewritten_between_their_markers_and_checked(tmp_path: Path) 
     assert "- peer, decode: did not run: state dtype requires float32" in text
     assert "- † peer, decode: broke padding: slot 0 was written" in text
     assert tables("--check", *where).returncode == 0
+
+
+def test_claims_are_shown_with_their_goals_and_with_why_they_were_not_measured(tmp_path: Path) -> None:
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- table: claims -->\n<!-- end -->\n")
+    row = {"value": None, "unit": "", "at_least": None, "at_most": None, "met": None, "reasons": []}
+    rows = [
+        row | {"what": "decode", "value": 4.01, "unit": "times faster", "at_least": 3.5, "met": True},
+        row | {"what": "host", "value": 21.5, "unit": "us more", "at_most": 15.0, "met": False},
+        row | {"what": "prefill", "at_least": 1.6, "reasons": ["flashinfer is not installed"]},
+    ]
+    kept = {name: REPORT[name] for name in ("created", "device", "versions", "geometry")}
+    (tmp_path / "claims.json").write_text(json.dumps(kept | {"kind": "gdn integration", "rows": rows}))
+    assert tables("--readme", readme, "--results", tmp_path).returncode == 0
+    text = readme.read_text()
+    assert "HV/H 32/16, a GPU, torch 2.11, triton 3.6, 2026-01-02." in text
+    assert "| decode | 4.01 times faster | at least 3.5 | met |" in text
+    assert "| host | 21.50 us more | at most 15 | **missed** |" in text
+    assert "| prefill | - | at least 1.6 |  |" in text
+    assert "- prefill: not measured: flashinfer is not installed" in text
 
 
 def test_a_document_that_is_missing_is_an_error(tmp_path: Path) -> None:
