@@ -116,10 +116,14 @@ def overhead_part(session: Session) -> Iterator[Claim]:
         ):
             yield more("overhead", f"{what}, queue full, {where}", found, pair, goal, detail)
         ours, theirs = Counter(kernels["container"]), Counter(kernels["adapter"])
-        yield Claim(
-            "overhead", f"guard + container over the adapter, graph replay, {where}",
-            float((ours - theirs).total() + (theirs - ours).total()), "other kernels", at_most=0.0,
-        )  # fmt: skip
+        replay = Claim(
+            "overhead", f"guard + container over the adapter, graph replay, {where}", unit="other kernels", at_most=0.0
+        )
+        if theirs:
+            replay.value = float((ours - theirs).total() + (theirs - ours).total())
+        else:
+            replay.reasons.append("the profiler saw no kernel in a replay")
+        yield replay
         bare.close()
 
 
