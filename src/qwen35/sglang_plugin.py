@@ -18,8 +18,18 @@ from typing import Any
 import torch
 
 from qwen35.adapters.sglang import seam
-from qwen35.adapters.sglang.seam_explain import ModelFacts, PhaseChoice, read_model
+from qwen35.adapters.sglang.seam_explain import (
+    FusionChoice,
+    ModelFacts,
+    PhaseChoice,
+    cutedsl_line,
+    read_model,
+    relay_line,
+    shadow_line,
+)
 from qwen35.adapters.sglang.seam_explain import explain as explain_text
+from qwen35.adapters.sglang.seam_finalize import FinalizeSeam
+from qwen35.adapters.sglang.seam_fusion import FusionSeam
 from qwen35.adapters.sglang.seam_gdn import MODEL_FAMILY, GdnSeam
 from qwen35.adapters.sglang.seam_metrics import PrometheusMirror, metrics_wanted
 from qwen35.adapters.sglang.seam_relay import RelaySeam
@@ -27,9 +37,17 @@ from qwen35.adapters.sglang.seams import installed_release, release_seam
 from qwen35.adapters.sglang.seams.release import Place, Release
 from qwen35.container import Container, build
 from qwen35.domain.capabilities import Phase
-from qwen35.domain.errors import Qwen35Error, UnavailableError, UnsupportedError
+from qwen35.domain.errors import (
+    ConfigurationError,
+    Qwen35Error,
+    UnavailableError,
+    UnsupportedError,
+    WorkspaceError,
+)
 from qwen35.ports.support import plan_support
 from qwen35.services.assembly import make_registry
+from qwen35.services.finalize_choice import PORT as FUSION
+from qwen35.services.finalize_fusion import OFF
 from qwen35.services.gated_delta_rule import PORT
 from qwen35.services.platform import detect_platform
 from qwen35.services.registry import AUTO, AdapterRegistry
@@ -50,6 +68,7 @@ class Running:
     release: Release
     place: Place
     gdn: GdnSeam
+    fusion: FusionSeam
     relay: RelaySeam
     mirror: PrometheusMirror | None = None
     announced: list[str] = field(default_factory=list)
@@ -100,16 +119,22 @@ def requested_phases(settings: Settings) -> dict[Phase, str]:
     return {phase: name for phase, name in names.items() if name != AUTO}
 
 
+def requested_fusion(settings: Settings) -> str | None:
+    """The adapter that fuses all-reduce, residual and norm; None for "auto" and "off": SGLang's own choice is kept."""
+    return None if settings.finalize in (AUTO, OFF) else settings.finalize
+
+
 def refuse_impossible(settings: Settings) -> None:
     """Raise for an adapter that the settings name and that does not exist or cannot be used on this machine."""
-    names = {*requested_phases(settings).values(), *filter(None, [settings.gdn_fallback])}
+    names = [(PORT, n) for n in sorted({*requested_phases(settings).values(), *filter(None, [settings.gdn_fallback])})]
+    names += [(FUSION, name) for name in filter(None, [requested_fusion(settings)])]
     if not names:
         return
     registry = make_registry(settings, detect_platform(settings.device), ())
-    for name in sorted(names):
-        support = registry.usable(PORT, name)
+    for port, name in names:
+        support = registry.usable(port, name)
         if not support:
-            raise UnavailableError(f"{PORT} adapter {name!r}", support.reasons)
+            raise UnavailableError(f"{port} adapter {name!r}", support.reasons)
 
 
 def explain(model: str = "") -> str:
@@ -120,18 +145,20 @@ def explain(model: str = "") -> str:
     settings = load_settings()
     registry = make_registry(settings, detect_platform(settings.device), ())
     facts = read_model(Path(model), settings.state_dtype) if model else None
-    found = installed_release()
+    found, release = installed_release(), None
     problems: tuple[str, ...] = ("SGLang is not installed",)
     if not settings.sglang_plugin:
         problems = ("QWEN35_SGLANG_PLUGIN is off",)
     elif found is not None:
         try:
-            problems = seam.differences(release_seam(found, settings.sglang_untested).targets)
+            release = release_seam(found, settings.sglang_untested)
+            problems = seam.differences(release.targets)
         except UnavailableError as exc:
             problems = (str(exc),)
     return explain_text(
         release=found, problems=problems, platform=registry.platform, choices=_choices(settings, registry, facts),
         fallback=settings.gdn_fallback, model=None if facts is None else _model_line(facts),
+        parts=[] if release is None or problems else _parts(settings, registry, release),
     )  # fmt: skip
 
 
@@ -163,7 +190,7 @@ def _around_scheduler(
         _run_alone(settings, exc)
     try:
         original(scheduler, *args, **kwargs)
-    except UnsupportedError as exc:
+    except (UnsupportedError, UnavailableError, WorkspaceError, ConfigurationError) as exc:
         raise SystemExit(f"qwen35: {exc}") from exc
     if one is not None:
         announce(settings, one)
@@ -183,7 +210,9 @@ def make_container(settings: Settings, place: Place) -> Container:
     routes = requested_phases(settings)
     filler = next(iter(routes.values()), UNUSED)
     names = {f"gdn_{phase}": routes.get(phase, filler) for phase in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY)}
-    overrides: dict[str, Any] = {**names, "conv": UNUSED, "device": _device(settings, place)}
+    overrides: dict[str, Any] = {
+        **names, "conv": UNUSED, "device": _device(settings, place), "finalize": requested_fusion(settings) or OFF,
+    }  # fmt: skip
     try:
         return build(settings, **overrides)
     except Qwen35Error as exc:
@@ -200,9 +229,17 @@ def start(settings: Settings, release: Release, place: Place, container: Contain
         release, routes, container.gated_delta_rule() if routes else None, container.counters(),
         checked=settings.checked, strict=settings.sglang_strict,
     )  # fmt: skip
+    named = requested_fusion(settings)
+    service = container.finalize() if named is not None else None
+    fusion = FusionSeam(release, named, service, container.counters(), strict=settings.sglang_strict)
+    finalize = FinalizeSeam(service, place.gpu)
     relay = RelaySeam(release, container.counters())
-    seam.install(installed_release() or release.version, release.targets, gdn.hooks() | relay.hooks())
-    one = Running(container, release, place, gdn, relay)
+    hooks = gdn.hooks() | fusion.hooks() | finalize.hooks() | relay.hooks()
+    seam.install(installed_release() or release.version, release.targets, hooks)
+    refused = _refused_switch(release, container.registry())
+    if refused is not None:  # SGLang's refusal comes while it makes the model, and does not say what else there is
+        logger.warning("qwen35: %s", refused)
+    one = Running(container, release, place, gdn, fusion, relay)
     _RUNNING.append(one)
     return one
 
@@ -217,7 +254,7 @@ def announce(settings: Settings, one: Running) -> None:
     text = explain_text(
         release=installed_release(), problems=(), platform=registry.platform,
         choices=_choices(settings, registry, None), fallback=settings.gdn_fallback, model=one.gdn.model_line(),
-        others=one.gdn.notes,
+        parts=_parts(settings, registry, one.release), others=[*one.gdn.notes, *one.fusion.notes],
     )  # fmt: skip
     one.announced.append(text)
     logger.warning("%s", text)
@@ -239,6 +276,28 @@ def _choices(settings: Settings, registry: AdapterRegistry, facts: ModelFacts | 
         PhaseChoice(phase=phase, adapter=routes.get(phase), reasons=_reasons(registry, routes.get(phase), facts))
         for phase in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY)
     ]
+
+
+def _parts(settings: Settings, registry: AdapterRegistry, release: Release) -> list[str]:
+    """Fusion, relay and shadow."""
+    named = requested_fusion(settings)
+    fusion = FusionChoice(
+        adapter=named, kept=settings.finalize,
+        reasons=() if named is None else registry.usable(FUSION, named).reasons,
+        refused_switch=_refused_switch(release, registry),
+    )  # fmt: skip
+    return [
+        *fusion.lines(), relay_line("relay" in release.targets),
+        shadow_line(settings.gdn_shadow, bool(requested_phases(settings))),
+    ]  # fmt: skip
+
+
+def _refused_switch(release: Release, registry: AdapterRegistry) -> str | None:
+    try:
+        on = release.cutedsl_on()
+    except ValueError:  # no launch has published its arguments in this process
+        on = False
+    return cutedsl_line(registry.platform.compute_capability) if on else None
 
 
 def _reasons(registry: AdapterRegistry, name: str | None, facts: ModelFacts | None) -> tuple[str, ...]:

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from qwen35.domain.errors import UnavailableError
 
 #: Called as ``hook(original, *args, **kwargs)``; what it returns is what the caller of the target gets.
@@ -29,7 +31,11 @@ class Target:
 
 
 def signature_of(function: Any) -> str:
-    """The parameters without annotations and defaults: "(self, a, *, b, **kwargs)"."""
+    """The parameters without annotations and defaults: "(self, a, *, b, **kwargs)"; of a custom operator of torch, what
+    its schema names."""
+    operator = inspect.unwrap(function)
+    if isinstance(operator, torch._ops.OpOverloadPacket):
+        return f"({', '.join(argument.name for argument in operator.default._schema.arguments)})"
     parts: list[str] = []
     kinds = inspect.Parameter
     star = False

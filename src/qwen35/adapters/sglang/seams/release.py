@@ -31,7 +31,8 @@ class Release:
     ``targets``: what is hooked or relied on, by keys that all releases share. ``place`` reads the arguments of
     Scheduler.__init__ by name. ``gather_switch``: the attribute of GDNAttnBackend that, set False, hands extend
     the strided pool itself (None: a page-major pool is always gathered first). ``weight_updates``: the keys of
-    what changes parameters.
+    what changes parameters. ``cutedsl_on``: whether SGLang's own switch asks for its CuTe DSL fusion.
+    ``completes_declined_norm``: whether SGLang sums over ranks itself where its fused norm declines a call.
     """
 
     version: str
@@ -39,3 +40,5 @@ class Release:
     place: Callable[[Mapping[str, Any]], Place]
     gather_switch: str | None
     weight_updates: tuple[str, ...]
+    cutedsl_on: Callable[[], bool]
+    completes_declined_norm: bool

@@ -12,6 +12,9 @@ _GDN = "sglang.srt.layers.attention.linear.gdn_backend"
 _KERNELS = "sglang.srt.layers.attention.linear.kernels"
 _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _OVERLAP = "sglang.srt.managers.overlap_utils"
+_LAYERS = "sglang.srt.layers"
+_CONTEXT = "sglang.srt.runtime_context"
+_RUNNER = "sglang.srt.model_executor"
 
 _PACKED_DECODE = (
     "(self, mixed_qkv, a, b, *, A_log, dt_bias, scale, ssm_states, cache_indices, num_v_heads, head_v_dim, **kwargs)"
@@ -19,6 +22,10 @@ _PACKED_DECODE = (
 _DECODE = "(self, q, k, v, a, b, *, A_log, dt_bias, ssm_states, cache_indices, query_start_loc, **kwargs)"
 _EXTEND = "(self, q, k, v, g, beta, *, ssm_states, cache_indices, query_start_loc, **kwargs)"
 _VERIFY = "(self, A_log, dt_bias, q, k, v, a, b, *, ssm_states, cache_indices, query_start_loc, **kwargs)"
+_FUSED_NORM = (
+    "(input_tensor, residual, weight, eps, max_token_num, use_oneshot, trigger_completion_at_end, fp32_acc, "
+    "use_attn_tp_group)"
+)
 
 TARGETS = {
     # hooked
@@ -50,8 +57,43 @@ TARGETS = {
         f"{_KERNELS}.gdn_flashinfer:maybe_build_flashinfer_checkpoint_plan", "(forward_batch, forward_metadata, device)"
     ),
     "chunk_size": Target(f"{_GDN}:FLA_CHUNK_SIZE"),
-    "schedule": Target("sglang.srt.runtime_context:get_schedule", "()"),
+    "schedule": Target(f"{_CONTEXT}:get_schedule", "()"),
 }
+FUSION_TARGETS = {
+    # hooked
+    "fused_norm": Target(f"{_LAYERS}.flashinfer_comm_fusion:flashinfer_allreduce_residual_rmsnorm", _FUSED_NORM),
+    "fusion_gate": Target(f"{_LAYERS}.communicator:apply_flashinfer_allreduce_fusion", "(batch_size)"),
+    "fusion_prepare": Target(
+        f"{_RUNNER}.runner.base_runner:BaseRunner._pre_initialize_flashinfer_allreduce_workspace", "(self)"
+    ),
+    "model_forward": Target(
+        f"{_RUNNER}.model_runner:ModelRunner.forward",
+        "(self, forward_batch, skip_attn_backend_init, pp_proxy_tensors, reinit_attn_backend, split_forward_count)",
+    ),
+    "finalize_workspace": Target(
+        f"{_LAYERS}.flashinfer_mnnvl_cutedsl:get_flashinfer_mnnvl_cutedsl_ar_fusion",
+        "(*, hidden_size, top_k, max_m, rms_epsilon, weight_bias)",
+    ),
+    # relied on: who calls the fused norm and with which weight, and what the launch and the step are
+    "fused_norm_caller": Target(
+        f"{_LAYERS}.layernorm:_forward_with_allreduce_fusion",
+        "(norm_module, x, residual, post_residual_addition, weight, use_attn_tp_group)",
+    ),
+    "gemma_norm": Target(
+        f"{_LAYERS}.layernorm:GemmaRMSNorm.forward_with_allreduce_fusion",
+        "(self, x, residual, post_residual_addition, use_attn_tp_group)",
+    ),
+    "fusion_max_m": Target(f"{_LAYERS}.communicator:FUSE_ALLREDUCE_MAX_BATCH_SIZE"),
+    "all_to_all": Target(f"{_LAYERS}.moe.utils:get_moe_a2a_backend", "()"),
+    "flags": Target(f"{_CONTEXT}:get_flags", "()"),
+    "forward": Target(f"{_CONTEXT}:get_forward", "()"),
+    "exec": Target(f"{_CONTEXT}:get_exec", "()"),
+    "disaggregation": Target(f"{_CONTEXT}:get_disagg", "()"),
+    "speculation": Target(f"{_CONTEXT}:get_spec", "()"),
+    "parallel": Target(f"{_CONTEXT}:get_parallel", "()"),
+}
+#: What asks for SGLang's CuTe DSL fusion here.
+SWITCH_TARGETS = {"cutedsl_switch": Target("sglang.srt.environ:Envs.SGLANG_FLASHINFER_MNNVL_CUTEDSL_AR_FUSION")}
 #: Of this release alone: its FutureMap fails in some orders of payloads.
 RELAY_TARGETS = {
     # hooked
@@ -79,10 +121,19 @@ def place(arguments: Mapping[str, Any]) -> Place:
     )  # fmt: skip
 
 
+def cutedsl_on() -> bool:
+    """An environment variable, read when asked."""
+    from sglang.srt.environ import envs
+
+    return bool(envs.SGLANG_FLASHINFER_MNNVL_CUTEDSL_AR_FUSION.get())
+
+
 RELEASE = Release(
     version="0.5.20",
-    targets=TARGETS | RELAY_TARGETS,
+    targets=TARGETS | FUSION_TARGETS | SWITCH_TARGETS | RELAY_TARGETS,
     place=place,
     gather_switch=None,
     weight_updates=("weights_disk", "weights_distributed", "weights_tensor", "weights_ipc", "weights_resume"),
+    cutedsl_on=cutedsl_on,
+    completes_declined_norm=False,
 )
