@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from qwen35.container import build
 from qwen35.domain.errors import ConfigurationError, UnknownNameError
 from qwen35.settings import LaunchEnvironment, Settings, launch_environment, load_settings
 
@@ -56,6 +57,28 @@ def test_a_misspelt_line_of_the_file_is_refused(tmp_path: Path) -> None:
 def test_a_bad_value_shows_itself_and_the_allowed_ones() -> None:
     with pytest.raises(ConfigurationError, match=r"prefill_split = 'sometimes'.*'auto', 'on' or 'off'"):
         load_settings(prefill_split="sometimes")
+
+
+def test_a_fallback_is_named_or_none_and_never_automatic(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = "gdn_fallback = 'auto'.*must be named.*'reference'.*or be 'none'"
+    with pytest.raises(ConfigurationError, match=named):
+        load_settings(gdn_fallback="auto")
+    monkeypatch.setenv("QWEN35_GDN_FALLBACK", "auto")
+    with pytest.raises(ConfigurationError, match=named):
+        load_settings()
+    monkeypatch.setenv("QWEN35_GDN_FALLBACK", "None")
+    assert load_settings().gdn_fallback is None
+    assert load_settings(gdn_fallback="reference").gdn_fallback == "reference"
+
+
+@pytest.mark.row("I06")
+def test_settings_are_read_when_they_are_loaded_and_frozen_from_then_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours are read anew by every ``load_settings``, never while serving: a container keeps those it was built with."""
+    monkeypatch.setenv("QWEN35_CONV", "reference")
+    before = build(device="cpu")
+    monkeypatch.setenv("QWEN35_CONV", "reference64")
+    after = build(device="cpu")
+    assert (before.settings().conv, after.settings().conv) == ("reference", "reference64")
 
 
 @pytest.mark.parametrize("content", [b"gdn_decode = ", b'gdn_decode = "\xff"'], ids=["malformed", "undecodable"])

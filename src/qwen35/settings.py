@@ -26,7 +26,10 @@ FloatName = Literal["float32", "bfloat16", "float16"]
 
 
 class Settings(BaseSettings):
-    """What can be chosen. An adapter is named as ``qwen35 doctor`` lists it; "auto" takes the best usable one."""
+    """What can be chosen. An adapter is named as ``qwen35 doctor`` lists it; "auto" takes the best usable one.
+
+    A fallback and a shadow are never chosen automatically: they are named, or there is none.
+    """
 
     model_config = SettingsConfigDict(
         env_prefix=ENVIRONMENT_PREFIX, toml_file=FILE, frozen=True, extra="forbid", env_ignore_empty=True
@@ -35,7 +38,7 @@ class Settings(BaseSettings):
     gdn_decode: str = Field("auto", description="adapter of the gated delta rule for decode")
     gdn_extend: str = Field("auto", description="adapter for extend (prefill)")
     gdn_verify: str = Field("auto", description="adapter for verify and commit")
-    gdn_fallback: str | None = Field(None, description="adapter that serves what the chosen one cannot; None: an error")
+    gdn_fallback: str | None = Field(None, description="named adapter for what the chosen one refuses; None: an error")
     gdn_shadow: str | None = Field(None, description="'ADAPTER:RATE', a second adapter run on copies of sampled calls")
     conv: str = Field("auto", description="adapter of the short convolution")
     finalize: str = Field("auto", description="adapter of the fused finalize")
@@ -60,6 +63,16 @@ class Settings(BaseSettings):
     @classmethod
     def _none_is_none(cls, value: Any) -> Any:
         return None if isinstance(value, str) and value.lower() in ("", "none") else value
+
+    @field_validator("gdn_fallback")
+    @classmethod
+    def _fallback_is_named(cls, value: str | None) -> str | None:
+        if value == "auto":
+            raise ValueError(
+                "a fallback must be named (such as 'reference'), or be 'none'; 'auto' is a choice for the adapter that "
+                "serves, and would hide who serves what it refuses"
+            )
+        return value
 
     @classmethod
     def settings_customise_sources(
