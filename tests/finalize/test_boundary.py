@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +17,12 @@ from torch import Tensor
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import ConfigurationError, HandoffError
 from qwen35.domain.finalize import FinalizeHandoff, PendingAllReduce
-from qwen35.domain.finalize_policy import LayerPlan
+from qwen35.domain.finalize_policy import ForwardMode, LayerPlan, Situation, decide_finalize
 from qwen35.domain.platform import Platform
 from qwen35.model.batch import make_batch
 from qwen35.model.boundary import MAX_FUSED_TOKENS, Boundaries, Step
 from qwen35.model.config import MoeConfig, parse_config
-from qwen35.model.moe import MoeBlock
+from qwen35.model.moe import MoeBlock, finalize
 from qwen35.model.norm import RMSNorm, add_and_norm
 from qwen35.model.parallel import TensorParallel
 from qwen35.services.counters import Counters
@@ -190,6 +195,52 @@ def test_the_gated_shared_output_is_new_and_leaves_its_input_alone(seed: int) ->
     gated = block.gated_shared(x)
     torch.testing.assert_close(gated, torch.sigmoid(x @ block.shared_expert_gate.weight[0])[:, None] * shared)
     assert torch.equal(x, kept), f"seed {seed}"
+
+
+@pytest.mark.row("C03")
+def test_the_shared_expert_has_no_slot_among_the_routed_ones_fused_or_not(prepared: Boundaries, seed: int) -> None:
+    """An engine that can put it there has a switch for that; this model never does, and the policy asks for it
+    (``Situation.shared_expert_separate``), of each layer boundary anew."""
+    block, m = block_of(seed), 3
+    x = torch.randn(m, HIDDEN)
+    output = block.run_experts(x)
+    assert output.permuted_indices.shape == (m, TOP_K)
+    assert output.routed_output.shape == (m * TOP_K, HIDDEN)
+    assert torch.equal(output.gated_shared_output, block.gated_shared(x))
+    without = replace(block_of(seed).run_experts(x), gated_shared_output=torch.zeros(m, HIDDEN))
+    torch.testing.assert_close(finalize(output), finalize(without) + block.gated_shared(x))
+    situation = Situation(forward_mode=ForwardMode.DECODE, m=m, max_m=m, tp_size=2)
+    assert decide_finalize(situation)
+    refused = decide_finalize(replace(situation, shared_expert_separate=False))
+    assert refused.reasons == ("finalize requires a separate shared expert",)
+
+
+@pytest.mark.row("C02")
+@pytest.mark.parametrize(("asked", "imported"), [("off", []), ("reference", ["reference"])])
+def test_switched_off_no_adapter_is_imported_and_the_generic_boundary_serves(asked: str, imported: list[str]) -> None:
+    """There is one boundary class; what stands for the engine's second one is the service behind it."""
+    code = f"""
+import sys, torch
+import qwen35
+from test_boundary import Agreements, Boundaries, CONFIG, Echo, FinalizeService, RANKS, norm_of, step_of
+container = qwen35.build(device="cpu", finalize={asked!r})
+service = FinalizeService(container.registry(), {asked!r}, container.workspaces(), container.counters(),
+                          agreements=Agreements(lambda _: Echo()))
+boundaries = Boundaries(CONFIG, RANKS, service)
+boundaries.prepare([norm_of()], torch.float32, torch.device("cpu"))
+print(service.is_prepared, step_of(boundaries).finalize.eligible)
+factories = ("finalize_fusion", "finalize_multicast", "finalize_ipc")
+print(sorted(n.split(".")[2] for n in sys.modules if n.startswith("qwen35.adapters.") and n.endswith(factories)))
+"""
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent)])
+    result = subprocess.run(
+        [sys.executable, "-c", code], check=False, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    on = bool(imported)
+    assert result.stdout.splitlines() == [f"{on} {on}", str(imported)], result.stdout
 
 
 @pytest.mark.row("C17")

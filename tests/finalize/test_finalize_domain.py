@@ -22,7 +22,7 @@ from qwen35.domain.finalize_policy import (
     decide_finalize,
     plan_layer,
 )
-from qwen35.domain.finalize_signature import TokenBounds, WorkspaceSignature
+from qwen35.domain.finalize_signature import TokenBounds, WorkspaceSignature, scattered_tokens
 from qwen35.ports.finalize_checks import handoff_tensors
 from qwen35.ports.finalize_handoff import bfloat16_weights, handoff_from_flashinfer
 
@@ -190,6 +190,44 @@ def test_no_positive_bound_is_an_error() -> None:
     for nothing in (TokenBounds(), TokenBounds(moe_tokens=0, decode_bs=[0, None, -1])):
         with pytest.raises(ConfigurationError, match="max_m cannot be resolved"):
             nothing.resolve_max_m()
+
+
+@pytest.mark.row("E01")
+@pytest.mark.case("C48")
+@pytest.mark.parametrize(
+    ("counts", "ranks", "expected"), [([2048] * 4, 4, 512), ([1, 0, 0, 0], 4, 1), ([7, 3, 2, 1], 4, 2), ([0, 0], 2, 0)]
+)
+def test_the_group_with_most_tokens_decides_for_every_rank(counts: list[int], ranks: int, expected: int) -> None:
+    assert scattered_tokens(counts, ranks) == expected
+
+
+@pytest.mark.row("E01")
+@pytest.mark.case("C48")
+@given(counts=st.lists(st.integers(0, 9000), min_size=1, max_size=8), ranks=st.integers(1, 16))
+def test_no_rank_brings_more_than_all_are_told_and_one_brings_as_many(counts: list[int], ranks: int) -> None:
+    """Each group's tokens are dealt out over its attention ranks; what all are told does not hang on who asks."""
+    told = scattered_tokens(counts, ranks)
+    dealt = [len(range(rank, count, ranks)) for count in counts for rank in range(ranks)]
+    assert max(dealt) == told
+    assert scattered_tokens(counts[::-1], ranks) == told
+
+
+@pytest.mark.case("C48")
+def test_the_policy_says_the_same_on_every_rank_the_empty_ones_included() -> None:
+    counts, ranks = [1, 0, 0, 0], 4
+    decisions = {decide_finalize(replace(GOOD, m=scattered_tokens(counts, ranks))) for _ in counts}
+    assert decisions == {Decision(True)}
+    by_their_own = {decide_finalize(replace(GOOD, m=count)).eligible for count in counts}
+    assert by_their_own == {True, False}, "by its own count an empty rank would stay out of the collective"
+
+
+@pytest.mark.row("E01")
+@pytest.mark.parametrize(
+    ("counts", "ranks", "named"), [([1], 0, "attention_tp_size"), ([], 4, "counts"), ([3, -1], 4, "-1")]
+)
+def test_token_counts_that_cannot_be_are_refused(counts: list[int], ranks: int, named: str) -> None:
+    with pytest.raises(ConfigurationError, match=named):
+        scattered_tokens(counts, ranks)
 
 
 # --- early load ------------------------------------------------------------------------------------------------

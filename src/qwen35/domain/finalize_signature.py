@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 from qwen35.domain.errors import ConfigurationError
@@ -109,3 +109,17 @@ class TokenBounds:
                 "max_m cannot be resolved: none of moe_tokens, running_requests and the graph batch sizes is positive"
             )
         return max(positive)
+
+
+def scattered_tokens(counts: Sequence[int], attention_tp_size: int) -> int:
+    """The most tokens that one rank brings where each data-parallel group's tokens are split over its attention ranks.
+
+    ``counts`` holds every group's tokens; the largest decides, so that every rank sizes and decides alike, one
+    without tokens included: a rank that went by its own count would stay out of a collective that the others enter.
+    Raises ``ConfigurationError`` for no group, a negative count or no attention rank.
+    """
+    if attention_tp_size < 1:
+        raise ConfigurationError(f"attention_tp_size must be at least 1, got {attention_tp_size}")
+    if not counts or min(counts) < 0:
+        raise ConfigurationError(f"counts must be one number of tokens for each group, got {list(counts)}")
+    return -(-max(counts) // attention_tp_size)
