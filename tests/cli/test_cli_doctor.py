@@ -55,6 +55,8 @@ def test_each_kind_of_adapter_is_summed_up_in_words_of_its_port(run: Any) -> Non
         ("gdn_shadow", "refrence64:0.1", False, "build() would fail: "),
         ("finalize", "off", True, "off"),
         ("finalize", "reference", True, "the first usable here"),
+        ("finalize", "reference", True, "would not be fused: tensor parallelism requires at least 2 ranks, got 1"),
+        ("finalize", "off", True, "would not be fused: fusion requires the finalize setting, which is off"),
         ("finalize", "flashinfer_ipc", True, "prepare() among ranks would fail"),
         ("finalize", "refrence", False, "build() would fail: unknown finalize_fusion adapter"),
         ("conv", "refrence", False, "build() would fail: unknown short_convolution adapter"),

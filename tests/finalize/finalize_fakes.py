@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qwen35.domain.capabilities import Support
 from qwen35.domain.finalize import FinalizeHandoff
@@ -133,3 +134,16 @@ class Side:
 
     def exchange(self, value: Any) -> list[Any]:
         return self._meeting.meet(self._rank, value)
+
+
+class TraceOfReads(TorchDispatchMode):
+    """Notes every operator that brings a tensor's value to the host, which on a GPU waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.found.append(str(func))
+        return func(*args, **(kwargs or {}))

@@ -45,6 +45,75 @@ def test_sixty_four_threads_make_one_workspace() -> None:
     assert all(workspace is factory.made[0] for workspace in found)
 
 
+def at_once(count: int, task: Any) -> list[Any]:
+    """What ``count`` threads that start together return or raise."""
+    meeting = Meeting(count)
+
+    def on(rank: int) -> Any:
+        meeting.meet(rank, None)
+        return task(rank)
+
+    return meeting.run(on)
+
+
+@pytest.mark.row("A21")
+@pytest.mark.case("C41")
+def test_a_factory_that_fails_is_called_once_by_sixty_four_threads() -> None:
+    registry, factory = WorkspaceRegistry(), Factory(RuntimeError("out of handles"))
+    out = at_once(64, lambda _: registry.obtain(signature(), Alone(), factory))
+    assert all(isinstance(e, CreationError) and "out of handles" in str(e) for e in out), out
+    assert (factory.calls, registry.live) == (1, None)
+
+
+@pytest.mark.row("A20")
+@pytest.mark.row("A21")
+def test_of_threads_that_ask_for_different_workspaces_one_is_served_and_no_second_is_made() -> None:
+    registry, factory = WorkspaceRegistry(), Factory()
+    out = at_once(64, lambda i: registry.obtain(signature(hidden=16 * (1 + i % 4)), Alone(), factory))
+    (made,) = factory.made
+    served = [i for i, got in enumerate(out) if got is made]
+    assert served == [i for i in range(64) if 16 * (1 + i % 4) == made.signature.hidden]
+    assert all(isinstance(got, SignatureError) for got in out if got is not made), out
+
+
+@pytest.mark.row("A19")
+@pytest.mark.row("A21")
+def test_sixty_four_threads_under_capture_make_nothing_and_find_what_is_there() -> None:
+    inside = True
+    registry, factory = WorkspaceRegistry(is_capturing=lambda: inside), Factory()
+    out = at_once(64, lambda _: registry.obtain(signature(), Alone(), factory))
+    assert all(isinstance(e, CaptureError) for e in out), out
+    inside = False
+    made = registry.obtain(signature(), Alone(), factory)
+    inside = True
+    assert at_once(64, lambda _: registry.obtain(signature(), Alone(), factory)) == [made] * 64
+    assert factory.calls == 1
+
+
+@pytest.mark.row("A15")
+def test_one_that_was_destroyed_elsewhere_is_live_no_more() -> None:
+    registry, factory = WorkspaceRegistry(), Factory()
+    first = registry.obtain(signature(), Alone(), factory)
+    first.destroy()
+    assert registry.live is None
+    second = registry.obtain(signature(hidden=32), Alone(), factory)
+    assert second is not first
+    assert second.supports(1)
+    second.destroy()
+    registry.release()
+    assert registry.live is None
+
+
+def test_one_that_was_destroyed_on_one_rank_only_is_an_error_on_all() -> None:
+    factories = [Factory(), Factory()]
+    asked = [signature(tp_size=2, rank=r) for r in range(2)]
+    out, registries = on_ranks(2, asked, factories)
+    out[0].destroy()
+    out, _ = on_ranks(2, asked, factories, registries)
+    assert all(isinstance(e, AgreementError) and "rank 0 has none" in str(e) for e in out), out
+    assert [f.calls for f in factories] == [1, 1]
+
+
 @pytest.mark.row("A18")
 @pytest.mark.row("A20")
 def test_a_covered_signature_finds_it_and_any_other_is_refused_by_name() -> None:

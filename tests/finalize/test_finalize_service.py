@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +14,9 @@ from finalize_fakes import FakeFusion, Meeting, signature
 from qwen35.adapters.reference.finalize_fusion import ReferenceFinalizeFusion
 from qwen35.domain.errors import (
     AgreementError,
+    ClosedError,
     ConfigurationError,
+    DtypeError,
     HandoffError,
     NotPreparedError,
     ShapeError,
@@ -163,6 +167,32 @@ def test_two_services_share_the_workspace_of_their_process() -> None:
     assert [f.attempts for f in fakes] == [1, 0]
 
 
+@pytest.mark.row("A21")
+def test_threads_that_prepare_together_agree_over_one_exchange_and_make_one_workspace() -> None:
+    meeting, fakes, made = Meeting(2), (FakeFusion(), FakeFusion()), []
+
+    def on(rank: int) -> list[Any]:
+        def agreement(_: Any) -> Any:
+            made.append(rank)
+            time.sleep(0.02)
+            return meeting.side(rank)
+
+        each = service(fakes[rank], agreements=Agreements(agreement))
+        threads = [
+            threading.Thread(target=each.prepare, args=(signature(tp_size=2, rank=rank),)) for _ in range(16)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(20)
+        return [thread.is_alive() for thread in threads]
+
+    out = meeting.run(on)
+    assert not any(any(alive) for alive in out), out
+    assert sorted(made) == [0, 1], "each rank made its side of the exchange once"
+    assert [fake.attempts for fake in fakes] == [1, 1]
+
+
 @pytest.mark.row("A15")
 def test_after_close_a_call_says_that_nothing_is_prepared() -> None:
     fake = FakeFusion()
@@ -247,6 +277,65 @@ def test_checked_mode_turns_one_ranks_bad_index_into_an_error_on_all(bad: int) -
     assert isinstance(out[0], AgreementError)
     assert f"rank 1: permuted_indices[1] must be -1 or a row of routed_output in -1..8, got {bad}" in str(out[0])
     assert isinstance(out[1], ValueRangeError)
+    assert all(fake.made[0].calls == [] for fake in fakes)
+
+
+def without_gamma(each: FinalizeService, c: FinalizeCase) -> None:
+    each.consume(c.handoff(1), c.residual(), None, Decision(True))
+
+
+def without_residual(each: FinalizeService, c: FinalizeCase) -> None:
+    each.consume(c.handoff(1), None, c.gamma(), Decision(True))
+
+
+def ineligible(each: FinalizeService, c: FinalizeCase) -> None:
+    each.consume(c.handoff(1), c.residual(), c.gamma(), Decision(False, ("mode",)))
+
+
+def short_addition(each: FinalizeService, c: FinalizeCase) -> None:
+    each.finalize(c.handoff(1), c.residual(), c.gamma(), post_residual_addition=c.residual()[:1])
+
+
+def other_gamma(each: FinalizeService, c: FinalizeCase) -> None:
+    each.finalize(c.handoff(1), c.residual(), c.gamma().bfloat16())
+
+
+def past_the_workspace(each: FinalizeService, c: FinalizeCase) -> None:
+    each.finalize(replace(c.handoff(1), m=33), c.residual(), c.gamma())
+
+
+def destroyed(each: FinalizeService, c: FinalizeCase) -> None:
+    each.workspace.destroy()
+    each.finalize(c.handoff(1), c.residual(), c.gamma())
+
+
+@pytest.mark.row("B11")
+@pytest.mark.row("B14")
+@pytest.mark.parametrize(
+    ("fault", "error", "named"),
+    [
+        (without_gamma, HandoffError, "Gemma"), (without_residual, HandoffError, "residual"),
+        (ineligible, HandoffError, "ineligible path: mode"), (short_addition, ShapeError, "post_residual_addition"),
+        (other_gamma, DtypeError, "gamma must be float32"), (past_the_workspace, ValueRangeError, "m must be in 1..32"),
+        (destroyed, ClosedError, "destroyed"),
+    ],
+)  # fmt: skip
+def test_checked_mode_leaves_no_rank_waiting_for_one_that_cannot_call(
+    fault: Any, error: type[Exception], named: str
+) -> None:
+    c = case(dropped=0.0, zeroed=0.0)
+
+    def call(rank: int, each: FinalizeService) -> None:
+        if rank == 1:
+            fault(each, c)
+        else:
+            each.consume(c.handoff(rank), c.residual(), c.gamma(), Decision(True))
+
+    out, fakes = checked_pair(call)
+    assert isinstance(out[0], AgreementError), out
+    assert isinstance(out[1], error), out
+    assert all(named in str(each) for each in out), out
+    assert "rank 1: " in str(out[0])
     assert all(fake.made[0].calls == [] for fake in fakes)
 
 

@@ -224,6 +224,7 @@ def _bad_calls(
         ("m = 0", ValueRangeError, reduce(local[:0], residual[:0])),
         ("m beyond the workspace", ValueRangeError, reduce(large, large)),
         ("a handoff of m = 0", ValueRangeError, finalize(m=0)),
+        ("a handoff of m beyond the workspace", ValueRangeError, finalize(m=s.max_m + 1)),
         ("routed output of another width", ShapeError, finalize(routed_output=routed[:, :-8])),
         ("weights of another top_k", ShapeError, finalize(expert_weights=weights[:, :-1])),
         ("indices of another m", ShapeError, finalize(permuted_indices=indices[:-1])),
@@ -247,6 +248,7 @@ def _bad_calls(
             ("no shared output", ShapeError, finalize(gated_shared_output=None)),
             ("a shared output of another m", ShapeError, finalize(gated_shared_output=shared[:-1])),
             ("a strided shared output", LayoutError, finalize(gated_shared_output=strided(shared))),
+            ("a misaligned shared output", LayoutError, finalize(gated_shared_output=crooked(shared))),
         ]
     return calls
 
@@ -285,8 +287,12 @@ def destroyed_means_closed(kit: FinalizeKit, seed: int) -> None:
     kit.workspace.destroy()
     kit.workspace.destroy()
     assert not any(kit.workspace.supports(m) for m in (0, 1, kit.workspace.signature.max_m))
-    again = raises(ClosedError, lambda: kit.workspace.all_reduce(case.local(kit.rank), case.residual(), case.gamma()))
-    assert again, "a destroyed workspace took a call"
+    w, residual, gamma = kit.workspace, case.residual(), case.gamma()
+    for call in (
+        lambda: w.all_reduce(case.local(kit.rank), residual, gamma),
+        lambda: w.finalize(case.handoff(kit.rank), residual, gamma),
+    ):
+        assert raises(ClosedError, call), "a destroyed workspace took a call"
 
 
 Law = Callable[[FinalizeKit, int], None]
