@@ -70,7 +70,7 @@ class Session:
     def close(self) -> None:
         """Close what was made, so that no part holds another's memory."""
         for made in self.made:
-            made.registry().close()
+            made.gated_delta_rule().close()
         self.made.clear()
         torch.cuda.empty_cache()
 
