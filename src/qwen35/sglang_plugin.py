@@ -69,6 +69,7 @@ class Running:
     place: Place
     gdn: GdnSeam
     fusion: FusionSeam
+    finalize: FinalizeSeam
     relay: RelaySeam
     mirror: PrometheusMirror | None = None
     announced: list[str] = field(default_factory=list)
@@ -239,7 +240,7 @@ def start(settings: Settings, release: Release, place: Place, container: Contain
     refused = _refused_switch(release, container.registry())
     if refused is not None:  # SGLang's refusal comes while it makes the model, and does not say what else there is
         logger.warning("qwen35: %s", refused)
-    one = Running(container, release, place, gdn, fusion, relay)
+    one = Running(container, release, place, gdn, fusion, finalize, relay)
     _RUNNING.append(one)
     return one
 

@@ -50,8 +50,8 @@ def test_every_target_is_there_with_its_signature() -> None:
 
 
 def test_every_hook_names_a_target() -> None:
-    one = start(**dict.fromkeys(NAMES, "reference"))
-    hooks = one.gdn.hooks() | one.relay.hooks()
+    one = start(**dict.fromkeys(NAMES, "reference"), finalize="reference")
+    hooks = one.gdn.hooks() | one.fusion.hooks() | one.finalize.hooks() | one.relay.hooks()
     assert set(hooks) <= set(installed_seam().targets)
     assert set(seam.installed()) == {installed_seam().targets[key].path for key in hooks}
 

@@ -93,7 +93,9 @@ def hook_later(path: str, hook: Hook) -> None:
     switch = _SWITCHES.get(path)
     if switch is None:
         switch = _SWITCHES[path] = _Switch()
-        HookRegistry.register(path, switch.around, HookType.AROUND)
+        # The registry splits off what follows the last dot, so a module's function is named without the colon.
+        name = path if "." in path.partition(":")[2] else path.replace(":", ".")
+        HookRegistry.register(name, switch.around, HookType.AROUND)
     switch.hook = hook
 
 
