@@ -8,6 +8,14 @@
 
 ``run`` makes one engine (one process a run): ``--set`` are our settings, ``--engine`` SGLang's arguments as key=value
 (JSON values). The plugin is found by its entry point: installed, or as tools/make_dist_info.py says.
+
+Two GPUs, a checkpoint with weights (SGLang leaves the norms' 1 + weight at one where weights are dummies):
+
+    run DIR --out plain.json --plugin off --engine tp_size=2 enforce_disable_flashinfer_allreduce_fusion=true
+    run DIR --out ipc.json --plugin off --engine tp_size=2 flashinfer_allreduce_fusion_backend=trtllm
+    run DIR --out ours.json --set finalize=triton --engine tp_size=2 enforce_disable_flashinfer_allreduce_fusion=true
+
+NVLink multicast stays off. Counters are the first rank's; kernel names are kept for each rank.
 """
 
 from __future__ import annotations
@@ -36,6 +44,10 @@ SMALL = {
     "head_dim": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2,
     "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "max_position_embeddings": 16384,
 }  # fmt: skip
+
+
+#: NCCL and torch use no NVLink multicast. SGLang: its own all-reduce is off below, and never name mnnvl or auto.
+MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 
 
 def say(text: str) -> None:
@@ -137,6 +149,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> None:
     """One engine, everything that was asked of it, one JSON file."""
+    os.environ.update(MULTICAST_OFF)
     os.environ["QWEN35_SGLANG_PLUGIN"] = args.plugin
     for pair in args.set:
         name, _, value = pair.partition("=")
@@ -160,7 +173,8 @@ def run(args: argparse.Namespace) -> None:
         if args.bench:
             result["bench"] = bench(engine, args)
         if args.profile:
-            result["kernels"] = profile(engine, args)
+            result["kernels_by_rank"] = profile(engine, args, ranks=int(arguments.get("tp_size", 1)))
+            result["kernels"] = result["kernels_by_rank"]["TP-0"]
         time.sleep(2)  # a period of the metrics thread
         result["counters"] = counters()
     finally:
@@ -239,23 +253,32 @@ def bench(engine: Any, args: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def profile(engine: Any, args: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """Names and launches of the kernels of a batch, those inside replayed CUDA graphs apart from the others."""
+def profile(engine: Any, args: argparse.Namespace, ranks: int) -> dict[str, dict[str, dict[str, int]]]:
+    """Names and launches of the kernels of a batch on each rank, those inside replayed CUDA graphs apart."""
     with tempfile.TemporaryDirectory() as folder:
         engine.start_profile(output_dir=folder, activities=["GPU"])
         params = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
         engine.generate(input_ids=prompts(vocabulary_of(args.model)), sampling_params=params)
         engine.stop_profile()
         deadline = time.monotonic() + 60
-        while not (traces := list(Path(folder).rglob("*.trace.json.gz"))) and time.monotonic() < deadline:
+        while len(traces := list(Path(folder).rglob("*.trace.json.gz"))) < ranks and time.monotonic() < deadline:
             time.sleep(0.5)
-        time.sleep(2)  # until the writer is done
-        names: dict[str, Counter[str]] = {"graph": Counter(), "eager": Counter()}
-        for trace in traces:
-            for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
-                if event.get("cat") == "kernel":
-                    where = "graph" if event.get("args", {}).get("graph node id") else "eager"
-                    names[where][event["name"]] += 1
+        time.sleep(2)  # until the writers are done
+        return {rank_of(trace.name): launches(trace) for trace in sorted(traces)}
+
+
+def rank_of(trace: str) -> str:
+    """"TP-0" of a trace's file name."""
+    return f"TP-{trace.partition('-TP-')[2].partition('.')[0].partition('-')[0] or '0'}"
+
+
+def launches(trace: Path) -> dict[str, dict[str, int]]:
+    """Kernels by name in one rank's trace, most often launched first."""
+    names: dict[str, Counter[str]] = {"graph": Counter(), "eager": Counter()}
+    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
+        if event.get("cat") == "kernel":
+            where = "graph" if event.get("args", {}).get("graph node id") else "eager"
+            names[where][event["name"]] += 1
     return {where: dict(found.most_common()) for where, found in names.items()}
 
 
