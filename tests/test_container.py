@@ -38,6 +38,7 @@ def test_services_and_adapters_implement_their_ports() -> None:
     assert isinstance(qwen35.adapter("gated_delta_rule", "reference64", device="cpu"), GatedDeltaRule)
 
 
+@pytest.mark.row("D30")
 def test_phases_are_routed_each_for_itself() -> None:
     one, two = FakeGatedDeltaRule(1.0), FakeGatedDeltaRule(2.0)
     entries = [fake_entry("one", one), fake_entry("two", two)]
@@ -46,6 +47,7 @@ def test_phases_are_routed_each_for_itself() -> None:
     assert (len(one.calls), len(two.calls)) == (1, 0)
 
 
+@pytest.mark.row("D30")
 @pytest.mark.parametrize("setting", ["gdn_decode", "gdn_extend", "gdn_verify", "gdn_fallback", "conv"])
 def test_an_unknown_adapter_lists_the_known_ones_and_the_nearest(setting: str) -> None:
     with pytest.raises(UnknownNameError, match=r"known: .*reference.*Did you mean 'reference'"):
@@ -63,6 +65,7 @@ def test_a_named_adapter_that_is_not_usable_is_refused_with_its_reasons() -> Non
         qwen35.build(device="cpu", adapters=[entry], gdn_decode="mine")
 
 
+@pytest.mark.row("D28")
 def test_the_automatic_choice_takes_the_best_rank_and_says_why_not_the_others() -> None:
     deviating = FakeGatedDeltaRule(1.0, deviations={Clause.PRECISION: "beta is rounded"})
     entries = [

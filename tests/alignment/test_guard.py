@@ -287,6 +287,7 @@ def test_many_unplanned_batch_sizes_cost_no_more_than_the_stated_bound() -> None
     assert guard.scratch_bound < 40 * sizes
 
 
+@pytest.mark.row("D12")
 def test_a_branch_is_compared_before_a_replay() -> None:
     rule = build(DemandingAdapter()).gated_delta_rule()
     pool = torch.randn(N, HV, V, K)

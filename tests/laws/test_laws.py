@@ -40,12 +40,14 @@ def test_law(subject: Subject, law: Law) -> None:
     assert report.ok, str(report)
 
 
+@pytest.mark.row("I05")
 @pytest.mark.parametrize("port", KITS)
 def test_every_registered_adapter_is_in_the_suite(port: str) -> None:
     missing = set(registered(port)) - set(PLACES)
     assert not missing, f"adapters of {port} that no law is run on; add them to tests/subjects.py: {sorted(missing)}"
 
 
+@pytest.mark.row("I05")
 @pytest.mark.parametrize("port", KITS)
 def test_every_clause_has_a_law(port: str) -> None:
     assert [clause for clause in Clause if not LAWS[port].get(clause)] == []

@@ -1,0 +1,116 @@
+"""Copies and scratch that are first asked for inside capture, and the branch that a capture took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_guard import HV, H, K, V, decode_call
+
+import qwen35
+from qwen35.domain.alignment import CapturedBranch, replay_reasons
+from qwen35.domain.capabilities import Phase
+from qwen35.domain.errors import CaptureError
+from qwen35.domain.geometry import GdnGeometry
+from qwen35.ports.gated_delta_rule import GdnPlan, ReplayPlan
+from qwen35.services.parameter_copies import ParameterCopies
+from qwen35.services.scratch import AlignedScratch
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.row("D09")
+def test_a_copy_born_in_capture_is_filled_before_an_eager_caller_gets_it(seed: int) -> None:
+    """A capture records the filling and does not run it; here the copy is spoilt to stand for that."""
+    copies, parameter = ParameterCopies(32), torch.randn(HV)
+    copies.reserve(HV * 4, CPU)
+    captured = copies.take(parameter, capturing=True)
+    captured.fill_(float("nan"))
+    eager = copies.take(parameter, capturing=False)
+    assert eager.data_ptr() == captured.data_ptr(), "the graph goes on reading this address"
+    assert torch.equal(eager, parameter), f"seed {seed}"
+    eager.fill_(7.0)
+    assert bool((copies.take(parameter, capturing=False) == 7.0).all()), "filled once, then only by a refresh"
+    copies.refresh()
+    assert torch.equal(captured, parameter)
+
+
+@pytest.mark.row("D09")
+def test_every_capture_records_the_filling_until_an_eager_call_or_a_refresh_has_made_it() -> None:
+    copies, parameter = ParameterCopies(32), torch.randn(HV)
+    copies.reserve(HV * 4, CPU)
+    for _ in range(2):
+        copy = copies.take(parameter, capturing=True)
+        assert torch.equal(copy, parameter)
+        copy.fill_(float("nan"))
+    assert copies.refresh() == 1
+    kept = copies.take(parameter, capturing=True)
+    assert torch.equal(kept, parameter)
+
+
+@pytest.mark.row("D09")
+def test_what_has_no_place_inside_capture_is_an_error_that_says_what_to_do() -> None:
+    with pytest.raises(CaptureError, match="run it once before"):
+        ParameterCopies(32).take(torch.randn(HV), capturing=True)
+    scratch = AlignedScratch(32, spare=0)
+    scratch.plan({"q": 64}, {}, CPU)
+    with pytest.raises(CaptureError, match="scratch for q must exist before capture"):
+        scratch.take("q", torch.zeros(4), large=False, capturing=True)
+    assert scratch.take("q", torch.zeros(4), large=False, capturing=False).numel() == 4
+    scratch.take("q", torch.zeros(4), large=False, capturing=True)
+
+
+@pytest.mark.row("D12")
+def test_a_branch_holds_at_the_addresses_of_its_capture_only() -> None:
+    branches = [
+        CapturedBranch(Phase.DECODE, "triton", (), (("states", 64),)),
+        CapturedBranch(Phase.VERIFY, "reference", ("states requires 32-byte alignment, got 4 bytes off",),
+                       (("states", 68), ("intermediates", 128))),
+    ]  # fmt: skip
+    assert replay_reasons(branches, Phase.DECODE, {"states": 64}) == ()
+    assert replay_reasons(branches, Phase.VERIFY, {"states": 68, "intermediates": 128}) == ()
+    for phase, now in (
+        (Phase.DECODE, {"states": 68}), (Phase.VERIFY, {"states": 64, "intermediates": 128}),
+        (Phase.VERIFY, {"states": 68, "intermediates": 132}),
+    ):  # fmt: skip
+        (reason,) = replay_reasons(branches, phase, now)
+        assert "tensors moved since; capture again" in reason
+    assert replay_reasons(branches, Phase.COMMIT, {"states": 64}) == ("no commit was captured",)
+
+
+@pytest.mark.gpu
+@pytest.mark.row("D12")
+def test_a_captured_decode_keeps_its_branch_and_a_pool_that_moved_is_named(seed: int) -> None:
+    rule = qwen35.build(device="cuda", gdn_decode="triton", gdn_extend="triton", gdn_verify="triton").gated_delta_rule()
+    rule.prepare(
+        GdnPlan(
+            geometry=GdnGeometry(key_heads=H, value_heads=HV, key_width=K, value_width=V), state_dtype=torch.float32,
+            device=torch.device("cuda"), max_batch=4, max_tokens=16, token_dtype=torch.float32,
+        )
+    )  # fmt: skip
+    call = on_gpu(decode_call())
+    rule.decode(call)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rule.decode(call)
+    (branch,) = [b for b in rule.captured if b.phase is Phase.DECODE]
+    assert (branch.adapter, dict(branch.addresses)["states"]) == ("triton", call.states.data_ptr())
+    assert rule.before_replay(ReplayPlan(phase=Phase.DECODE, states=call.states)), f"seed {seed}"
+    moved = call.states.clone()
+    (reason,) = rule.before_replay(ReplayPlan(phase=Phase.DECODE, states=moved)).reasons
+    assert "capture again" in reason
+
+
+def on_gpu(call: Any) -> Any:
+    """``call`` with every tensor on the GPU."""
+    from dataclasses import fields, is_dataclass, replace
+
+    moved = {}
+    for field in fields(call):
+        value = getattr(call, field.name)
+        if isinstance(value, torch.Tensor):
+            moved[field.name] = value.cuda()
+        elif is_dataclass(value):
+            moved[field.name] = on_gpu(value)
+    return replace(call, **moved)
