@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -65,35 +66,31 @@ class Admission:
             self._known.add(layout)
 
 
-def _of(tensor: Tensor) -> tuple[object, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
-
-
-def _maybe(tensor: Tensor | None) -> tuple[object, ...] | None:
-    return None if tensor is None else _of(tensor)
+#: The tensors of a kind of call that is admitted by its layout, those that may be missing last.
+_TENSORS: Mapping[type, Callable[[Any], tuple[Tensor | None, ...]]] = {
+    DecodeCall: attrgetter("q", "k", "v", "states", "slots", "write_slots", "out"),
+    VerifyCall: attrgetter("q", "k", "v", "states", "slots", "intermediates", "rows", "parents", "out"),
+    CommitCall: attrgetter("states", "slots", "intermediates", "last", "rows"),
+    ConvDecodeCall: attrgetter("x", "weight", "windows", "slots", "bias", "write_slots", "out"),
+}
+_RAW, _LOG = attrgetter("a", "b", "A_log", "dt_bias"), attrgetter("g", "beta")
 
 
 def _layout(call: Any) -> tuple[object, ...] | None:
     """Everything that the checks look at, or None where values have to be looked at too."""
     kind = type(call)
-    if kind is DecodeCall or kind is VerifyCall:
-        if call.states.is_cpu:
-            return None
-        gates = call.gates
-        pair = (gates.g, gates.beta) if isinstance(gates, LogGates) else (gates.a, gates.b, gates.A_log, gates.dt_bias)
-        rest = (
-            (_maybe(call.write_slots),) if kind is DecodeCall
-            else (_of(call.intermediates), _maybe(call.rows), _maybe(call.parents))
-        )  # fmt: skip
-        return (
-            kind, _of(call.q), _of(call.k), _of(call.v), *map(_of, pair), _of(call.states), _of(call.slots), *rest,
-            call.scale, _maybe(call.out),
-        )  # fmt: skip
-    if kind is CommitCall and not call.states.is_cpu:
-        return kind, _of(call.states), _of(call.slots), _of(call.intermediates), _of(call.last), _maybe(call.rows)
-    if kind is ConvDecodeCall and not call.windows.is_cpu:
-        return (
-            kind, _of(call.x), _of(call.weight), _maybe(call.bias), _of(call.windows), _of(call.slots),
-            _maybe(call.write_slots), call.activation, _maybe(call.out),
-        )  # fmt: skip
-    return None
+    if kind not in _TENSORS or (call.windows if kind is ConvDecodeCall else call.states).is_cpu:
+        return None
+    tensors = _TENSORS[kind](call)
+    key: list[object] = [kind]
+    if kind is ConvDecodeCall:
+        key.append(call.activation)
+    elif kind is not CommitCall:
+        key.append(call.scale)
+        tensors += _LOG(call.gates) if isinstance(call.gates, LogGates) else _RAW(call.gates)
+    for tensor in tensors:
+        if tensor is None:
+            key.append(None)
+        else:
+            key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return tuple(key)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any, TypeVar
 
 from torch import Tensor
@@ -48,6 +49,13 @@ _MUTABLE: dict[type, tuple[str, ...]] = {
     VerifyCall: ("states", "intermediates"),
     CommitCall: ("states", "intermediates"),
 }
+#: Every tensor of a call but those of its gates.
+_TENSORS: Mapping[type, Callable[[Any], tuple[Tensor | None, ...]]] = {
+    kind: attrgetter(*_MUTABLE[kind], *names) for kind, names in _INPUTS.items()
+}
+_RAW, _LOG = attrgetter("a", "b", "A_log", "dt_bias"), attrgetter("g", "beta")
+#: Bytes of the smallest element that a tensor with more than one dimension may have.
+_LEAST_ITEM = 2
 
 
 def scratch_sizes(geometry: GdnGeometry, itemsize: int, rows: int, batch: int) -> dict[str, int]:
@@ -61,6 +69,17 @@ def scratch_sizes(geometry: GdnGeometry, itemsize: int, rows: int, batch: int) -
         "slots": index, "write_slots": index, "rows": index, "last": index, "cu_seqlens": index, "starts": index,
         "fresh": index, "parents": rows * 8,
     }  # fmt: skip
+
+
+def _joined(tensor: Tensor) -> int:
+    """Address and bytes between rows, joined bit by bit: where the low bits are zero, each is aligned.
+
+    Elements are taken as the smallest there are; larger ones put rows at multiples of that.
+    """
+    joined = tensor.data_ptr()
+    for stride in tensor.stride()[:-1]:
+        joined |= stride * _LEAST_ITEM
+    return joined
 
 
 class AlignmentGuard:
@@ -156,13 +175,9 @@ class AlignmentGuard:
         return reasons
 
     def _off(self, tensor: Tensor) -> int:
-        itemsize = tensor.element_size()
-        address = tensor.data_ptr()
-        for stride in tensor.stride()[:-1]:
-            address |= stride * itemsize
-        if not address & (self._alignment - 1):
-            return 0  # the usual case, cheaply
-        return misalignment(tensor, itemsize, self._alignment)
+        if not _joined(tensor) & (self._alignment - 1):
+            return 0
+        return misalignment(tensor, tensor.element_size(), self._alignment)
 
     def _aligned(self, call: _Call) -> _Call:
         try:
@@ -171,7 +186,20 @@ class AlignmentGuard:
             CHECKS[type(call)](call)
             raise
 
+    def _plainly_aligned(self, call: GdnCall) -> bool:
+        """Whether addresses and strides say at a glance that nothing is to be done, as they nearly always do."""
+        tensors = _TENSORS[type(call)](call)
+        if not isinstance(call, CommitCall):
+            tensors += _RAW(call.gates) if isinstance(call.gates, RawGates) else _LOG(call.gates)
+        joined = 0
+        for tensor in tensors:
+            if tensor is not None:
+                joined |= _joined(tensor)
+        return not joined & (self._alignment - 1)
+
     def _realigned(self, call: _Call) -> _Call:
+        if self._plainly_aligned(call) and (not isinstance(call, ExtendCall) or call.checkpoints is None):
+            return call
         reasons = self._refusals(call)
         if reasons:
             raise UnsupportedError(f"{type(call).__name__} for {self._name}", reasons)

@@ -52,6 +52,11 @@ class ParameterCopies:
         arena = empty_aligned((AHEAD, row), torch.uint8, device, self._alignment)
         self._free = list(arena.unbind(0))
 
+    def held(self, source: Tensor, dtype: torch.dtype) -> Tensor | None:
+        """The filled copy of ``source`` in ``dtype``, where there is one: a look-up, whatever the stream is doing."""
+        copy = self._copies.get((source.data_ptr(), source.dtype, source.numel(), dtype))
+        return copy.aligned if copy is not None and copy.filled else None
+
     def take(self, source: Tensor, capturing: bool, dtype: torch.dtype | None = None) -> Tensor:
         """The copy of ``source`` [HV], in ``dtype`` (None: its own); it asks for no gradient.
 

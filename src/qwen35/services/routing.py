@@ -54,34 +54,35 @@ class Route(Generic[Call, Result]):
         self._addresses = addresses
         self._fallback = fallback if fallback is not None and fallback[0] != self._name else None
         self._told: set[tuple[str, ...]] = set()
-        self._counts: dict[tuple[str, str], Callable[[], None]] = {}
+        self._count_eager, self._count_captured = (self._counter(self._name, mode) for mode in ("eager", "captured"))
         self.captured: dict[CapturedBranch, None] = {}
         self._chosen = Decision(port, phase, self._name)
         self.last = self._chosen
 
     def __call__(self, call: Call) -> Result:
         """Serve ``call``; raises ``UnsupportedError`` where nobody can."""
-        mode = "captured" if capturing() else "eager"
+        captured = capturing()
         try:
             result = self._serve(call)
         except UnsupportedError as exc:
-            return self._fall_back(call, exc, mode)
-        self._served(call, self._chosen, mode)
+            return self._fall_back(call, exc, captured)
+        self.last = self._chosen
+        if captured:
+            self._count_captured()
+            self._keep(call, self._chosen)
+        else:
+            self._count_eager()
         return result
 
-    def _served(self, call: Call, decision: Decision, mode: str) -> None:
-        self.last = decision
-        count = self._counts.get((decision.adapter, mode))
-        if count is None:
-            count = self._counts[decision.adapter, mode] = self._counters.counter(
-                "calls", port=self._port, phase=self._phase, adapter=decision.adapter, mode=mode
-            )
-        count()
-        if mode == "captured":
-            branch = CapturedBranch(self._phase, decision.adapter, decision.reasons, self._addresses(call))
-            self.captured[branch] = None
+    def _counter(self, adapter: str, mode: str) -> Callable[[], None]:
+        return self._counters.counter("calls", port=self._port, phase=self._phase, adapter=adapter, mode=mode)
 
-    def _fall_back(self, call: Call, refused: UnsupportedError, mode: str) -> Result:
+    def _keep(self, call: Call, decision: Decision) -> None:
+        branch = CapturedBranch(self._phase, decision.adapter, decision.reasons, self._addresses(call))
+        self.captured[branch] = None
+
+    def _fall_back(self, call: Call, refused: UnsupportedError, captured: bool) -> Result:
+        mode = "captured" if captured else "eager"
         labels = {"port": self._port, "phase": str(self._phase), "mode": mode}
         if self._fallback is None:
             self._counters.add("refusals", adapter=self._name, **labels)
@@ -96,5 +97,8 @@ class Route(Generic[Call, Result]):
                 self._port, self._phase, name, self._name, "; ".join(refused.reasons),
             )  # fmt: skip
         result = serve(call)
-        self._served(call, Decision(self._port, self._phase, name, refused.reasons), mode)
+        self.last = Decision(self._port, self._phase, name, refused.reasons)
+        self._counter(name, mode)()
+        if captured:
+            self._keep(call, self.last)
         return result

@@ -11,30 +11,32 @@ from qwen35.ports.gdn_calls import DecodeCall, RawGates, VerifyCall
 
 StepCall = DecodeCall | VerifyCall
 
-_GATES = attrgetter("a", "b", "A_log", "dt_bias")
+_PARAMETERS, _GATES = attrgetter("A_log", "dt_bias"), attrgetter("a", "b")
 _TENSORS = {
     DecodeCall: attrgetter("q", "k", "v", "states", "slots", "write_slots", "out"),
     VerifyCall: attrgetter("q", "k", "v", "states", "slots", "rows", "out", "intermediates", "parents"),
 }
 
 
-def tensors_of(call: StepCall) -> tuple[Tensor | None, ...]:
-    """Every tensor of the call; the parameters, of which copies are made, come last."""
-    gates = _GATES(call.gates) if isinstance(call.gates, RawGates) else ()
-    return (*_TENSORS[type(call)](call), *gates)
+def look_at(call: StepCall) -> tuple[tuple[object, ...], bool]:
+    """All that the checks look at, as a key, and whether an address is off, which no set of shapes can settle.
 
-
-def key_of(call: StepCall, tensors: tuple[Tensor | None, ...]) -> tuple[object, ...]:
-    return (
-        type(call), call.scale,
-        *[None if t is None else (t.shape, t.stride(), t.dtype, t.get_device()) for t in tensors],
-    )  # fmt: skip
-
-
-def misaligned(tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether an address is off, which no set of shapes can settle."""
+    Copies are made of parameters, so their addresses do not matter. Raises ``AttributeError`` where something is no
+    tensor.
+    """
+    tensors: tuple[Tensor | None, ...] = _TENSORS[type(call)](call)
+    parameters: tuple[Tensor, ...] = ()
+    if isinstance(call.gates, RawGates):
+        tensors += _GATES(call.gates)
+        parameters = _PARAMETERS(call.gates)
+    key: list[object] = [type(call), call.scale]
     joined = 0
-    for tensor in tensors[:-2]:
-        if tensor is not None:
+    for tensor in tensors:
+        if tensor is None:
+            key.append(None)
+        else:
+            key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
             joined |= tensor.data_ptr()
-    return joined % ALIGNMENT != 0
+    for tensor in parameters:
+        key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+    return tuple(key), joined % ALIGNMENT != 0

@@ -21,17 +21,17 @@ SENTINEL = 3.0
 
 def measure_decode(kernels: FlashInferKernels, plan: GdnPlan) -> Behaviour:
     """One decode of a live row (slot 1) and a padded one over a pool of two."""
-    step, states = _two_rows(plan, 1)
-    run_decode(kernels, step, states, read=step.slots, write=None)
+    step, states, slots = _two_rows(plan, 1)
+    run_decode(kernels, step, states, read=slots, write=None)
     kept = bool((states[0] == SENTINEL).all()) and bool((step.out[1] == 0).all())
     return Behaviour(skips_padding=kept, finite_softplus=_finite(step.out[0], states[1]))
 
 
 def measure_verify(kernels: FlashInferKernels, plan: GdnPlan) -> Behaviour:
     """One verify of a live row (slot 1) and a padded one. Raises ``UnsupportedError`` where it writes the pool."""
-    step, states = _two_rows(plan, plan.max_draft)
+    step, states, slots = _two_rows(plan, plan.max_draft)
     nodes = torch.full((2, plan.max_draft, *states.shape[1:]), SENTINEL, dtype=states.dtype, device=states.device)
-    run_verify(kernels, step, states, read=step.slots, nodes=nodes)
+    run_verify(kernels, step, states, read=slots, nodes=nodes)
     if not bool((states == SENTINEL).all()):
         raise UnsupportedError("FlashInfer verify", ["this release writes the state pool with disable_state_update"])
     return Behaviour(
@@ -39,7 +39,8 @@ def measure_verify(kernels: FlashInferKernels, plan: GdnPlan) -> Behaviour:
     )
 
 
-def _two_rows(plan: GdnPlan, tokens: int) -> tuple[Step, Tensor]:
+def _two_rows(plan: GdnPlan, tokens: int) -> tuple[Step, Tensor, Tensor]:
+    """The step, its pool of two slots, and the slots."""
     g, device = plan.geometry, plan.device
 
     def full(value: float, *shape: int, dtype: torch.dtype = plan.token_dtype) -> Tensor:
@@ -50,10 +51,10 @@ def _two_rows(plan: GdnPlan, tokens: int) -> tuple[Step, Tensor]:
         v=full(1.0, 2, tokens, g.value_heads, g.value_width), a=full(LARGE, 2, tokens, g.value_heads),
         b=full(0.0, 2, tokens, g.value_heads), A_log=full(0.0, g.value_heads, dtype=torch.float32),
         dt_bias=full(0.0, g.value_heads, dtype=torch.float32), scale=g.key_width**-0.5,
-        slots=torch.tensor([1, -1], dtype=torch.int32, device=device),
         out=full(1.0, 2, tokens, g.value_heads, g.value_width),
     )  # fmt: skip
-    return step, full(SENTINEL, 2, g.value_heads, g.value_width, g.key_width, dtype=plan.state_dtype)
+    states = full(SENTINEL, 2, g.value_heads, g.value_width, g.key_width, dtype=plan.state_dtype)
+    return step, states, torch.tensor([1, -1], dtype=torch.int32, device=device)
 
 
 def _finite(*tensors: Tensor) -> bool:

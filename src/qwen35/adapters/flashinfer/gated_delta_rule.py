@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qwen35.adapters._kernels.rows import RowOperations
 from qwen35.adapters._kernels.scratch import Scratch, capturing
-from qwen35.adapters.flashinfer.admission import StepCall, key_of, misaligned, tensors_of
+from qwen35.adapters.flashinfer.admission import StepCall, look_at
 from qwen35.adapters.flashinfer.behaviour import measure_decode, measure_verify
 from qwen35.adapters.flashinfer.capabilities import capabilities_of
 from qwen35.adapters.flashinfer.mends import (
@@ -59,6 +59,8 @@ class _Admitted:
     mend: Mend
     plan: GdnPlan
     branch: str
+    scale: float
+    empty: bool
 
 
 class FlashInferGatedDeltaRule:
@@ -135,9 +137,14 @@ class FlashInferGatedDeltaRule:
         """One token a row, over the pool by index; see the port."""
         admitted = self._admit(call)
         out = _output(call.v, call.out)
-        if not call.q.shape[0]:
+        if admitted.empty:
             return out
-        step = self._step(call, out.unsqueeze(1), 1)
+        gates = _raw(call)
+        step = Step(
+            q=call.q.unsqueeze(1), k=call.k.unsqueeze(1), v=call.v.unsqueeze(1), a=gates.a.unsqueeze(1),
+            b=gates.b.unsqueeze(1), A_log=float32(self._parameters, gates.A_log),
+            dt_bias=float32(self._parameters, gates.dt_bias), scale=admitted.scale, out=out.unsqueeze(1),
+        )  # fmt: skip
         read, write, step = self._index(call, step, admitted)
         run_decode(self._kernels, step, call.states, read=read, write=write)
         if admitted.mend.zero:
@@ -148,9 +155,13 @@ class FlashInferGatedDeltaRule:
         """Chains of draft tokens; see the port."""
         admitted = self._admit(call)
         out = _output(call.v, call.out)
-        if not call.q.shape[0] or not call.q.shape[1]:
+        if admitted.empty:
             return out
-        step = self._step(call, out, None)
+        gates = _raw(call)
+        step = Step(
+            q=call.q, k=call.k, v=call.v, a=gates.a, b=gates.b, A_log=float32(self._parameters, gates.A_log),
+            dt_bias=float32(self._parameters, gates.dt_bias), scale=admitted.scale, out=out,
+        )  # fmt: skip
         read, _, step = self._index(call, step, admitted)
         nodes = self._nodes(call, admitted)
         run_verify(self._kernels, step, call.states, read=read, nodes=nodes)
@@ -195,9 +206,8 @@ class FlashInferGatedDeltaRule:
     def _admit(self, call: StepCall) -> _Admitted:
         """Check ``call`` once for each set of shapes; addresses every time."""
         self._open()
-        tensors = tensors_of(call)
         try:
-            key, off = key_of(call, tensors), misaligned(tensors)
+            key, off = look_at(call)
         except AttributeError:  # something is no tensor: the check names it
             CHECKS[type(call)](call)
             raise
@@ -210,7 +220,8 @@ class FlashInferGatedDeltaRule:
         plan = self._cover(call)
         self._refuse(call)  # the plan may have measured what the defaults did not say
         mend = self._mend(call, plan) if call.q.shape[0] else Mend()
-        admitted = _Admitted(mend, plan, mend.branch)
+        scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+        admitted = _Admitted(mend, plan, mend.branch, scale, 0 in call.q.shape)
         self._branches[_phase(call)] = admitted.branch
         if call.states.is_cuda and not off:
             if len(self._admitted) >= MAX_ADMITTED:
@@ -228,19 +239,6 @@ class FlashInferGatedDeltaRule:
         if isinstance(call, DecodeCall):
             return decode_mend(call, plan, behaviour)
         return verify_mend(call, plan, behaviour)
-
-    def _step(self, call: StepCall, out: Tensor, axis: int | None) -> Step:
-        """The tensors as the kernels shape them; ``axis``: where the token dimension is put in."""
-        gates = call.gates
-        if not isinstance(gates, RawGates):
-            raise UnsupportedError("FlashInfer", ["gates require raw, got log"])
-        tokens = (call.q, call.k, call.v, gates.a, gates.b)
-        q, k, v, a, b = tokens if axis is None else tuple(t.unsqueeze(axis) for t in tokens)
-        return Step(
-            q=q, k=k, v=v, a=a, b=b, A_log=float32(self._parameters, gates.A_log),
-            dt_bias=float32(self._parameters, gates.dt_bias), slots=call.slots,
-            scale=call.q.shape[-1] ** -0.5 if call.scale is None else call.scale, out=out,
-        )  # fmt: skip
 
     def _index(self, call: StepCall, step: Step, admitted: _Admitted) -> tuple[Tensor, Tensor | None, Step]:
         """Slots to read, slots to write (None: the same) and the step with its gate inputs, one launch or none."""
@@ -329,6 +327,13 @@ class FlashInferGatedDeltaRule:
             raise ClosedError("this adapter was closed; make another one")
 
 
+def _raw(call: StepCall) -> RawGates:
+    gates = call.gates
+    if not isinstance(gates, RawGates):
+        raise UnsupportedError("FlashInfer", ["gates require raw, got log"])
+    return gates
+
+
 def _phase(call: StepCall) -> Phase:
     return Phase.DECODE if isinstance(call, DecodeCall) else Phase.VERIFY
 
@@ -345,4 +350,4 @@ def _plan_key(plan: GdnPlan) -> tuple[object, ...]:
 
 
 def _output(like: Tensor, given: Tensor | None) -> Tensor:
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device) if given is None else given
+    return torch.empty_like(like, memory_format=torch.contiguous_format) if given is None else given

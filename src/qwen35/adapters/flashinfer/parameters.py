@@ -19,4 +19,5 @@ def float32(copies: ParameterCopies, source: Tensor) -> Tensor:
     """
     if source.dtype == torch.float32 and source.data_ptr() % ALIGNMENT == 0:
         return source.detach() if source.requires_grad else source
-    return copies.take(source, capturing(source.device), torch.float32)
+    held = copies.held(source, torch.float32)
+    return held if held is not None else copies.take(source, capturing(source.device), torch.float32)

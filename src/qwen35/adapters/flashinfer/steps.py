@@ -11,10 +11,10 @@ from qwen35.adapters.flashinfer.release import FlashInferKernels, Kernel
 from qwen35.domain.errors import UnavailableError
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Step:
     """Tensors as FlashInfer shapes them: q, k [B, T, H, K], v, out [B, T, HV, V], a, b [B, T, HV], float32 A_log and
-    dt_bias [HV], slots [B]."""
+    dt_bias [HV]. Not frozen: one is made a call, and a frozen one takes three times as long to make."""
 
     q: Tensor
     k: Tensor
@@ -23,7 +23,6 @@ class Step:
     b: Tensor
     A_log: Tensor
     dt_bias: Tensor
-    slots: Tensor
     scale: float
     out: Tensor
 

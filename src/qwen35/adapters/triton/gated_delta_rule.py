@@ -256,7 +256,7 @@ def _capturing(device: torch.device) -> bool:
 
 def _output(v: Tensor, out: Tensor | None) -> Tensor:
     """A dense [..., HV, V] like ``v`` where the call brings no ``out``."""
-    return v.new_empty(v.shape) if out is None else out
+    return torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
 
 
 def _product_reasons(call: ExtendCall) -> tuple[str, ...]:
