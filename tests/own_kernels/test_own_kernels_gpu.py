@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
 import qwen35
+from device_kernels import kernels
 from qwen35.container import Container
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.geometry import GdnGeometry
@@ -33,7 +33,7 @@ OWN: dict[str, dict[Phase, str]] = {
         Phase.COMMIT: r"^commit_kernel",
     },
     "flashinfer": {
-        Phase.DECODE: r"gdn_decode|gdn_wide_vec", Phase.EXTEND: r"cutlass.*(delta_?rule|kernel_cutlass_kernel)",
+        Phase.DECODE: r"gdn_decode|gdn_wide_vec", Phase.EXTEND: r"kernel_cutlass",
         Phase.VERIFY: r"gdn_verify|gdn_decode_bf16state_mtp|gdn_wide_vec", Phase.COMMIT: r"^_commit",
     },
     "sglang": {
@@ -102,16 +102,6 @@ def serve(seed: int) -> Iterator[Callable[[str, torch.dtype], Served]]:
     yield make
     for served in made:
         served.rule.close()
-
-
-def kernels(work: Callable[[], object]) -> list[str]:
-    """Names of all that the device does for ``work``, which has run once before."""
-    work()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        work()
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events() if event.device_type is DeviceType.CUDA]
 
 
 def owners(names: list[str], phase: Phase) -> set[str]:
