@@ -11,7 +11,7 @@ import argparse
 import json
 import shlex
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -41,18 +41,16 @@ def tiles(item: int) -> list[DecodeConfig]:
     ]
 
 
-def variants(tile: DecodeConfig) -> list[DecodeConfig]:
-    """The same tile without the evict-first hint, and with whole rows a warp."""
-    return [replace(tile, stream=False), replace(tile, inner=WIDTH)]
-
-
-def walks(item: int) -> list[DecodeConfig]:
-    """Programs that take several tiles of whole rows, the next ones in flight."""
+def whole_rows(item: int) -> list[DecodeConfig]:
+    """Tiles of whole rows, with and without the evict-first hints."""
     return [
-        DecodeConfig(block_v=block_v, inner=WIDTH, num_warps=warps, walk=walk, stages=stages)
-        for block_v, warps in ((8, 2), (8, 4), (16, 4)) if item == 4 or warps < 4
-        for walk in (2, 4, 128 // block_v) for stages in (2, 3, 4) if stages <= walk
-    ]  # fmt: skip
+        DecodeConfig(block_v=block_v, inner=WIDTH, num_warps=warps, read_once=read_once, write_once=write_once)
+        for block_v in (4, 8, 16)
+        for warps in (1, 2, 4)
+        if 32 <= block_v * WIDTH * item // (32 * warps) <= 128
+        for read_once in (True, False)
+        for write_once in (True, False)
+    ]
 
 
 def calls(batch: int, heads: int, key_heads: int, state_dtype: torch.dtype) -> list[DecodeCall]:
@@ -83,7 +81,7 @@ def time_tile(made: list[DecodeCall], tile: DecodeConfig) -> float:
 def sweep(
     state_dtype: torch.dtype, heads: int, key_heads: int, ceiling: float, console: Console
 ) -> list[dict[str, object]]:
-    """Time every tile at every batch; then the variants of the best ones."""
+    """Time every tile at every batch."""
     inputs = {batch: calls(batch, heads, key_heads, state_dtype) for batch in BATCHES}
     rows: list[tuple[DecodeConfig, dict[int, float]]] = []
 
@@ -91,19 +89,14 @@ def sweep(
         if all(tile != known for known, _ in rows):
             rows.append((tile, {batch: time_tile(inputs[batch], tile) for batch in BATCHES}))
 
-    for tile in (*tiles(state_dtype.itemsize), *walks(state_dtype.itemsize)):
+    for tile in (*tiles(state_dtype.itemsize), *whole_rows(state_dtype.itemsize)):
         add(tile)
-    winners = [min((times[batch], i) for i, (_, times) in enumerate(rows))[1] for batch in BATCHES]
-    for winner in dict.fromkeys(winners):
-        for variant in variants(rows[winner][0]):
-            add(variant)
     table = Table(
         "block_v",
         "inner",
         "warps",
-        "stream",
-        "walk",
-        "stages",
+        "read once",
+        "write once",
         *(f"B={b} us (%)" for b in BATCHES),
         title=str(state_dtype),
     )
@@ -116,13 +109,7 @@ def sweep(
             style = "bold green" if taken == best else ""
             cells.append(Text(f"{taken:.1f} ({100 * floor / taken:.0f}){chosen}", style=style))
         table.add_row(
-            str(tile.block_v),
-            str(tile.inner),
-            str(tile.num_warps),
-            str(tile.stream),
-            str(tile.walk),
-            str(tile.stages),
-            *cells,
+            str(tile.block_v), str(tile.inner), str(tile.num_warps), str(tile.read_once), str(tile.write_once), *cells
         )
     console.print(table)
     return [{"state": str(state_dtype), "heads": heads, "tile": asdict(tile), "us": times} for tile, times in rows]

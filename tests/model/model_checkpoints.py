@@ -98,8 +98,9 @@ def spread(model: Any, generator: torch.Generator) -> None:
 def load(directory: Path, dtype: torch.dtype | None = torch.float32) -> Model:
     """The checkpoint on the plain-torch adapters."""
     return load_model(
-        directory, gated_delta_rule=qwen35.adapter("gated_delta_rule", "reference"),
-        short_convolution=qwen35.adapter("short_convolution", "reference"), dtype=dtype, quiet=True,
+        directory, gated_delta_rule=qwen35.adapter("gated_delta_rule", "reference", device="cpu"),
+        short_convolution=qwen35.adapter("short_convolution", "reference", device="cpu"), device="cpu", dtype=dtype,
+        quiet=True,
     )  # fmt: skip
 
 

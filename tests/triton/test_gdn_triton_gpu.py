@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType  # type: ignore[attr-defined]
 
+from device_kernels import kernels
 from qwen35.adapters.triton.gated_delta_rule import TritonGatedDeltaRule
 from qwen35.domain.errors import CaptureError
 from qwen35.domain.geometry import GdnGeometry
@@ -90,16 +90,6 @@ def bare() -> Iterator[TritonGatedDeltaRule]:
 def prepared(bare: TritonGatedDeltaRule, calls: Calls) -> TritonGatedDeltaRule:
     bare.prepare(calls.plan)
     return bare
-
-
-def kernels(work: Callable[[], object]) -> list[str]:
-    """Names of all that the device does for ``work``, which has run once before."""
-    work()
-    torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        work()
-        torch.cuda.synchronize()
-    return [event.name for event in profile.events() if event.device_type is DeviceType.CUDA]
 
 
 @pytest.mark.parametrize("to_other_slots", [False, True])

@@ -13,6 +13,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from qwen35.ports._device import with_index
+
 Activation = Literal["silu"] | None
 
 
@@ -89,3 +91,6 @@ class ConvPlan:
     max_tokens: int
     max_draft: int = 0
     token_dtype: torch.dtype = torch.bfloat16
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", with_index(self.device))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.geometry import GdnGeometry
+from qwen35.ports._device import with_index
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,6 +149,7 @@ class GdnPlan:
 
     ``max_batch`` rows or sequences, ``max_tokens`` tokens of one extend, ``max_draft`` tokens a row of verify
     (0: no verify), none negative. ``null_slot``: a slot whose content is nobody's. ``may_pad``: rows may carry slot -1.
+    ``device`` "cuda" becomes the current GPU, since tensors always name theirs.
     """
 
     geometry: GdnGeometry
@@ -159,6 +161,9 @@ class GdnPlan:
     token_dtype: torch.dtype = torch.bfloat16
     null_slot: int | None = None
     may_pad: bool = True
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", with_index(self.device))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,10 @@ REPLAYS = 3
 
 
 def replays(bench: Bench, case: Case[Any]) -> None:
-    """A captured call, replayed with new values, slots and padding at the captured addresses, is right each time."""
+    """A captured call, replayed with new values, slots and padding at the captured addresses, is right each time.
+
+    Parameters count from ``refresh_parameters`` on, as after an engine's weight update.
+    """
     trial = bench.trial(case)
     _prepare(bench, trial)
     side = _warm_up(bench, trial)
@@ -30,6 +33,7 @@ def replays(bench: Bench, case: Case[Any]) -> None:
     for turn in range(1, REPLAYS + 1):
         now = changed(bench, case, turn)
         trial.load(bench.trial(now))
+        bench.adapter.refresh_parameters()
         # An eager call in between must not take anything from the graph, nor leave anything to it.
         bench.run(bench.trial(replace(now, seed=now.seed ^ 7)).call)
         torch.cuda.empty_cache()

@@ -81,8 +81,8 @@ def time_graph(calls: Sequence[Thunk], device: torch.device, replays: int = 20, 
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
-        for _ in range(WARM_UP):
-            calls[0]()
+        for call in (*[calls[0]] * WARM_UP, *calls[1:]):  # each has parameters of its own to be copied
+            call()
     torch.cuda.current_stream(device).wait_stream(stream)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()

@@ -95,6 +95,8 @@ def verify_mend(call: VerifyCall, plan: GdnPlan, behaviour: Behaviour) -> Mend:
     """Verify. The kernel writes row i of a dense [B, T] buffer for batch row i, and no slot."""
     batch, draft = call.q.shape[:2]
     state, nodes = call.states[0].numel(), call.intermediates
+    if batch == draft == 1 and call.states.dtype == torch.float32:
+        return Mend(refusal="verify of one row's one token requires a bfloat16 state: the float32 kernel won't compile")
     if batch * draft * state >= MAX_ELEMENTS:
         return Mend(refusal=f"verify requires B*T*HV*V*K below 2**31, got {batch * draft * state}")
     direct = (

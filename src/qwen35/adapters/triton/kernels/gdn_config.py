@@ -24,16 +24,15 @@ _TWO_STAGES_BYTES = 174 * 1024
 class DecodeConfig:
     """Tile of the token-by-token kernels: ``block_v`` rows of the state, read as pieces of ``inner`` elements.
 
-    ``stream`` marks state traffic as evict-first, so that it does not push anything else out of L2. A program of
-    decode takes ``walk`` tiles one after another, with ``stages - 1`` of them in flight.
+    ``read_once`` and ``write_once`` mark the state's loads and stores as evict-first, so that they do not push
+    anything else out of L2.
     """
 
     block_v: int
     inner: int
     num_warps: int
-    stream: bool = True
-    walk: int = 1
-    stages: int = 1
+    read_once: bool = True
+    write_once: bool = True
 
 
 @dataclass(frozen=True, slots=True)
