@@ -147,14 +147,14 @@ def gemma(hidden: int, dtype: torch.dtype, eps: float = EPS) -> Any:
 
 
 def model_runner(
-    dtype: torch.dtype = torch.float32, *, draft: bool = False, device: str = "cpu", **text: Any
+    dtype: torch.dtype = torch.float32, *, draft: bool = False, device: str = "cpu", hidden: int = HIDDEN, **text: Any
 ) -> Any:
     """What the seam and SGLang's warm-up read of a ModelRunner; ``text`` changes the model's configuration."""
     model = torch.nn.Module()
     model.shared_experts_config = None
     config = {"model_type": "qwen3_5_moe_text", "rms_norm_eps": EPS, "num_experts_per_tok": TOP_K} | text
     return SimpleNamespace(
-        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**config), hidden_size=HIDDEN),
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**config), hidden_size=hidden),
         dtype=dtype, device=device, gpu_id=0, is_draft_worker=draft, model=model, max_running_requests=8,
         spec_algorithm=SimpleNamespace(is_speculative=lambda: False), ps=SimpleNamespace(pp_size=1),
     )  # fmt: skip
@@ -171,15 +171,16 @@ def gate(m: int) -> bool:
 
 
 @contextmanager
-def launch(**changes: int) -> Iterator[dict[str, Group]]:
-    """SGLang's parallel configuration: two tensor-parallel ranks, with ``changes`` of the widths; its groups."""
+def launch(**changes: Any) -> Iterator[dict[str, Group]]:
+    """SGLang's parallel configuration: two tensor-parallel ranks, with ``changes``; its groups."""
     from sglang.srt.runtime_context import get_parallel
 
     widths = {
         "tp_size": TP, "attn_tp_size": TP, "moe_tp_size": TP, "moe_ep_size": 1, "moe_dp_size": 1, "pp_size": 1,
         "attn_cp_size": 1, "attn_dp_size": 1,
-    } | changes  # fmt: skip
+    }  # fmt: skip
     ranks: dict[str, Any] = {"tp_rank": 0, "attn_tp_rank": 0, "moe_tp_rank": 0, "moe_ep_rank": 0, "dcp_enabled": False}
-    groups = {f"{name}_group": Group(widths[f"{name}_size"]) for name in ("tp", "attn_tp", "moe_tp", "moe_ep")}
-    with get_parallel().override(**widths, **ranks, **groups):
+    names = ("tp", "attn_tp", "moe_tp", "moe_ep")
+    groups = {f"{name}_group": Group((widths | changes)[f"{name}_size"]) for name in names}
+    with get_parallel().override(**widths | ranks | groups | changes):
         yield groups
