@@ -4,7 +4,7 @@
     python benchmarks/sglang_engine.py truth DIR --out truth.json [--dtype float32]
     python benchmarks/sglang_engine.py run DIR --out off.json --plugin off
     python benchmarks/sglang_engine.py run DIR --out triton.json --set gdn_decode=triton gdn_extend=triton [--profile]
-    python benchmarks/sglang_engine.py compare truth.json off.json triton.json
+    python benchmarks/sglang_engine.py compare truth.json off.json triton.json --out engine.json
 
 ``run`` makes one engine (one process a run): ``--set`` are our settings, ``--engine`` SGLang's arguments as key=value
 (JSON values). The plugin is found by its entry point: installed, or as tools/make_dist_info.py says.
@@ -27,103 +27,18 @@ import json
 import os
 import random
 import statistics
-import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-PROMPT_LENGTHS = (5, 17, 64, 200, 3, 130, 700)
-#: Ids below are special tokens of the tiny models that ``make-model`` writes.
-FIRST_ID = 3
-SMALL = {
-    "vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2,
-    "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "max_position_embeddings": 16384,
-}  # fmt: skip
-
+from engine_compare import compare, say
+from engine_model import make_model, prompts, truth, vocabulary_of, where_and_when
 
 #: NCCL and torch use no NVLink multicast. SGLang: its own all-reduce is off below, and never name mnnvl or auto.
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
-
-
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-def prompts(vocabulary: int, lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:
-    """The same random token ids in every run."""
-    source = random.Random(seed)
-    return [[source.randrange(FIRST_ID, vocabulary) for _ in range(n)] for n in lengths]
-
-
-def vocabulary_of(directory: str) -> int:
-    return int(json.loads((Path(directory) / "config.json").read_text())["vocab_size"])
-
-
-def make_model(args: argparse.Namespace) -> None:
-    """A Qwen3.5 mixture-of-experts text model as transformers writes it, GDN widths 128, weights from a seed."""
-    import torch
-    from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
-
-    sizes: dict[str, Any] = dict(SMALL)
-    if args.geometry:
-        from qwen35.domain.geometry import public_geometry
-
-        g = public_geometry(args.geometry)
-        sizes = {
-            "vocab_size": g.vocabulary, "hidden_size": g.hidden, "num_hidden_layers": args.layers or g.layers,
-            "num_attention_heads": g.attention_heads, "num_key_value_heads": g.attention_kv_heads,
-            "head_dim": g.attention_head_width, "linear_num_key_heads": g.gdn.key_heads,
-            "linear_num_value_heads": g.gdn.value_heads, "num_experts": g.experts, "num_experts_per_tok": g.top_k,
-            "moe_intermediate_size": g.expert_width, "shared_expert_intermediate_size": g.shared_expert_width,
-            "max_position_embeddings": 32768,
-        }  # fmt: skip
-    if args.layers:
-        sizes["num_hidden_layers"] = args.layers
-    if args.top_k:
-        sizes["num_experts_per_tok"] = args.top_k
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
-    config = Qwen3_5MoeTextConfig(
-        **sizes, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, rms_norm_eps=1e-6,
-        initializer_range=args.scale, rope_parameters=rope, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
-        pad_token_id=0, dtype="bfloat16",
-    )  # fmt: skip
-    config.architectures = ["Qwen3_5MoeForCausalLM"]
-    directory = Path(args.model)
-    directory.mkdir(parents=True, exist_ok=True)
-    if args.config_only:
-        config.save_pretrained(directory)
-        return
-    torch.manual_seed(args.seed)
-    model = Qwen3_5MoeForCausalLM(config).to(torch.bfloat16)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name.endswith("dt_bias"):
-                parameter.normal_()
-            elif "conv1d" in name:
-                parameter.normal_(std=0.5)
-    model.save_pretrained(directory)
-
-
-def truth(args: argparse.Namespace) -> None:
-    """transformers' own prompt log-probabilities of the same tokens."""
-    import torch
-    from transformers import Qwen3_5MoeForCausalLM
-
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen3_5MoeForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(device).eval()
-    found = []
-    with torch.no_grad():
-        for ids in prompts(vocabulary_of(args.model)):
-            tokens = torch.tensor([ids], device=device)
-            logits = model(tokens).logits[0, :-1].double().log_softmax(-1)
-            found.append(logits.gather(1, tokens[0, 1:, None])[:, 0].tolist())
-    Path(args.out).write_text(json.dumps({"tag": f"transformers {args.dtype}", "prompt_logprobs": found}))
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -161,7 +76,7 @@ def run(args: argparse.Namespace) -> None:
     engine = sglang.Engine(**arguments)
     result: dict[str, Any] = {
         "tag": args.tag or Path(args.out).stem, "plugin": args.plugin, "settings": args.set, "engine": arguments,
-        "start_s": time.perf_counter() - began,
+        "start_s": time.perf_counter() - began, **where_and_when(),
     }  # fmt: skip
     try:
         result |= generated(engine, args)
@@ -268,7 +183,7 @@ def profile(engine: Any, args: argparse.Namespace, ranks: int) -> dict[str, dict
 
 
 def rank_of(trace: str) -> str:
-    """"TP-0" of a trace's file name."""
+    """ "TP-0" of a trace's file name."""
     return f"TP-{trace.partition('-TP-')[2].partition('.')[0].partition('-')[0] or '0'}"
 
 
@@ -294,41 +209,6 @@ def counters() -> dict[str, float]:
         for metric in registry.collect() for sample in metric.samples
         if sample.name.startswith("qwen35_") and sample.name.endswith("_total")
     }  # fmt: skip
-
-
-def difference(first: list[list[float]], second: list[list[float]]) -> str:
-    """Mean and largest difference of log-probabilities."""
-    found = [abs(a - b) for one, other in zip(first, second, strict=True) for a, b in zip(one, other, strict=True)]
-    return f"mean {statistics.mean(found):.5f} max {max(found):.5f}"
-
-
-def leading(first: list[list[int]], second: list[list[int]]) -> list[int]:
-    """How many leading ids are equal."""
-    same = []
-    for one, other in zip(first, second, strict=True):
-        equal = [a == b for a, b in zip_longest(one, other)]
-        same.append(equal.index(False) if False in equal else len(equal))
-    return same
-
-
-def compare(args: argparse.Namespace) -> None:
-    """Every run against the first."""
-    runs = [json.loads(Path(path).read_text()) for path in args.results]
-    first = runs[0]
-    for other in runs[1:]:
-        line = f"{other['tag']} against {first['tag']}: prompt logprobs " + difference(
-            first["prompt_logprobs"], other["prompt_logprobs"]
-        )
-        if "output_ids" in first and "output_ids" in other:
-            line += f"; equal leading ids {leading(first['output_ids'], other['output_ids'])}"
-        say(line)
-        for name, value in other.get("bench", {}).items():
-            if name in first.get("bench", {}):
-                say(f"  {name}: {value:.1f}, ratio {value / first['bench'][name]:.3f}")
-    for one in runs:
-        if "prompt_logprobs_batch" in one:
-            noise = difference(one["prompt_logprobs"], one["prompt_logprobs_batch"])
-            say(f"{one['tag']} one by one against in a batch: {noise}")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -368,6 +248,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--profile", action="store_true")
     one = command("compare", compare)
     one.add_argument("results", nargs="+")
+    one.add_argument("--out", default="")
     return whole
 
 

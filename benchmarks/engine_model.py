@@ -1,0 +1,106 @@
+"""The models that engines are compared on, and transformers' own answer for them."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shlex
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+PROMPT_LENGTHS = (5, 17, 64, 200, 3, 130, 700)
+#: Ids below are special tokens of the tiny models that ``make-model`` writes.
+FIRST_ID = 3
+SMALL = {
+    "vocab_size": 2048, "hidden_size": 512, "num_hidden_layers": 8, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 128, "linear_num_key_heads": 4, "linear_num_value_heads": 8, "num_experts": 8, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256, "shared_expert_intermediate_size": 256, "max_position_embeddings": 16384,
+}  # fmt: skip
+
+
+def prompts(vocabulary: int, lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: int = 0) -> list[list[int]]:
+    """The same random token ids in every run."""
+    source = random.Random(seed)
+    return [[source.randrange(FIRST_ID, vocabulary) for _ in range(n)] for n in lengths]
+
+
+def vocabulary_of(directory: str) -> int:
+    return int(json.loads((Path(directory) / "config.json").read_text())["vocab_size"])
+
+
+def make_model(args: argparse.Namespace) -> None:
+    """A Qwen3.5 mixture-of-experts text model as transformers writes it, GDN widths 128, weights from a seed."""
+    import torch
+    from transformers import Qwen3_5MoeForCausalLM, Qwen3_5MoeTextConfig
+
+    sizes: dict[str, Any] = dict(SMALL)
+    if args.geometry:
+        from qwen35.domain.geometry import public_geometry
+
+        g = public_geometry(args.geometry)
+        sizes = {
+            "vocab_size": g.vocabulary, "hidden_size": g.hidden, "num_hidden_layers": args.layers or g.layers,
+            "num_attention_heads": g.attention_heads, "num_key_value_heads": g.attention_kv_heads,
+            "head_dim": g.attention_head_width, "linear_num_key_heads": g.gdn.key_heads,
+            "linear_num_value_heads": g.gdn.value_heads, "num_experts": g.experts, "num_experts_per_tok": g.top_k,
+            "moe_intermediate_size": g.expert_width, "shared_expert_intermediate_size": g.shared_expert_width,
+            "max_position_embeddings": 32768,
+        }  # fmt: skip
+    if args.layers:
+        sizes["num_hidden_layers"] = args.layers
+    if args.top_k:
+        sizes["num_experts_per_tok"] = args.top_k
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25}
+    config = Qwen3_5MoeTextConfig(
+        **sizes, linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4, rms_norm_eps=1e-6,
+        initializer_range=args.scale, rope_parameters=rope, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2,
+        pad_token_id=0, dtype="bfloat16",
+    )  # fmt: skip
+    config.architectures = ["Qwen3_5MoeForCausalLM"]
+    directory = Path(args.model)
+    directory.mkdir(parents=True, exist_ok=True)
+    if args.config_only:
+        config.save_pretrained(directory)
+        return
+    torch.manual_seed(args.seed)
+    model = Qwen3_5MoeForCausalLM(config).to(torch.bfloat16)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("dt_bias"):
+                parameter.normal_()
+            elif "conv1d" in name:
+                parameter.normal_(std=0.5)
+    model.save_pretrained(directory)
+
+
+def truth(args: argparse.Namespace) -> None:
+    """transformers' own prompt log-probabilities of the same tokens."""
+    import torch
+    from transformers import Qwen3_5MoeForCausalLM
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = Qwen3_5MoeForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(device).eval()
+    found = []
+    with torch.no_grad():
+        for ids in prompts(vocabulary_of(args.model)):
+            tokens = torch.tensor([ids], device=device)
+            logits = model(tokens).logits[0, :-1].double().log_softmax(-1)
+            found.append(logits.gather(1, tokens[0, 1:, None])[:, 0].tolist())
+    said = {"tag": f"transformers {args.dtype}", "prompt_logprobs": found, **where_and_when()}
+    Path(args.out).write_text(json.dumps(said))
+
+
+def where_and_when() -> dict[str, Any]:
+    """What every result says of its making. The GPU's name is asked of the driver: an engine owns the GPU."""
+    from qwen35.testing.machine import versions
+
+    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+    names = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
+    return {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(["python", *sys.argv]),
+        "device": names[0], "versions": versions(),
+    }  # fmt: skip
