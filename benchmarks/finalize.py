@@ -254,11 +254,12 @@ def methods_of(signature: WorkspaceSignature, peers: list[str], sweep: bool) -> 
         always, never = {1: 1 << 30}, {1: 0}
         variants = {
             "two-step": replace(base, one_shot_rows=never), "one-shot": replace(base, one_shot_rows=always),
-            "bf16 wire": replace(base, wire="bfloat16"),
-            "bf16 wire, two-step": replace(base, wire="bfloat16", one_shot_rows=never),
-            "no splits": replace(base, max_splits=1), "2 splits": replace(base, max_splits=2),
-            "4 splits": replace(base, max_splits=4), "16 splits": replace(base, max_splits=16, min_slice=128),
-            "16 words a thread": replace(base, words_a_thread=16), "8 words a thread": replace(base, words_a_thread=8),
+            "bf16 wire": replace(base, wire="bfloat16"), "no splits": replace(base, max_splits=1),
+            "crowding 2": replace(base, crowding=2), "crowding 4": replace(base, crowding=4),
+            "16 words a thread": replace(base, words_a_thread=16),
+            "16 words a thread, crowding 2": replace(base, words_a_thread=16, crowding=2),
+            "64 words a thread": replace(base, words_a_thread=64),
+            "16 words a thread, two-step": replace(base, words_a_thread=16, one_shot_rows=never),
         }  # fmt: skip
         found |= {f"ours, {name}": ours(signature, tuning) for name, tuning in variants.items()}
     if "nccl" in peers:

@@ -56,6 +56,8 @@ _TENSORS: Mapping[type, Callable[[Any], tuple[Tensor | None, ...]]] = {
 _RAW, _LOG = attrgetter("a", "b", "A_log", "dt_bias"), attrgetter("g", "beta")
 #: Bytes of the smallest element that a tensor with more than one dimension may have.
 _LEAST_ITEM = 2
+#: Layouts that are remembered; a serving engine has a few dozen.
+MAX_STRIDES = 4096
 
 
 def scratch_sizes(geometry: GdnGeometry, itemsize: int, rows: int, batch: int) -> dict[str, int]:
@@ -71,17 +73,6 @@ def scratch_sizes(geometry: GdnGeometry, itemsize: int, rows: int, batch: int) -
     }  # fmt: skip
 
 
-def _joined(tensor: Tensor) -> int:
-    """Address and bytes between rows, joined bit by bit: where the low bits are zero, each is aligned.
-
-    Elements are taken as the smallest there are; larger ones put rows at multiples of that.
-    """
-    joined = tensor.data_ptr()
-    for stride in tensor.stride()[:-1]:
-        joined |= stride * _LEAST_ITEM
-    return joined
-
-
 class AlignmentGuard:
     """Hands ``adapter`` aligned tensors only, by the rules of ``qwen35.domain.alignment``.
 
@@ -94,6 +85,7 @@ class AlignmentGuard:
         self._alignment = adapter.capabilities.byte_alignment
         self._scratch = AlignedScratch(self._alignment)
         self._parameters = ParameterCopies(self._alignment)
+        self._aligned_strides: set[tuple[int, ...]] = set()
         counters.watch("scratch_bytes", lambda: self.scratch_bytes, adapter=name)
         counters.watch("parameter_bytes", lambda: self.parameter_bytes, adapter=name)
 
@@ -175,8 +167,9 @@ class AlignmentGuard:
         return reasons
 
     def _off(self, tensor: Tensor) -> int:
-        if not _joined(tensor) & (self._alignment - 1):
-            return 0
+        strides = tensor.stride()
+        if tensor.data_ptr() % self._alignment == 0 and strides in self._aligned_strides:
+            return 0  # the usual case, cheaply
         return misalignment(tensor, tensor.element_size(), self._alignment)
 
     def _aligned(self, call: _Call) -> _Call:
@@ -194,8 +187,20 @@ class AlignmentGuard:
         joined = 0
         for tensor in tensors:
             if tensor is not None:
-                joined |= _joined(tensor)
+                joined |= tensor.data_ptr()
+                strides = tensor.stride()
+                if strides not in self._aligned_strides and not self._row_strides_fit(strides):
+                    return False
         return not joined & (self._alignment - 1)
+
+    def _row_strides_fit(self, strides: tuple[int, ...]) -> bool:
+        """Whether rows are aligned whatever the dtype; strides that are, are remembered."""
+        if any(stride * _LEAST_ITEM % self._alignment for stride in strides[:-1]):
+            return False
+        if len(self._aligned_strides) >= MAX_STRIDES:
+            self._aligned_strides.clear()
+        self._aligned_strides.add(strides)
+        return True
 
     def _realigned(self, call: _Call) -> _Call:
         if self._plainly_aligned(call) and (not isinstance(call, ExtendCall) or call.checkpoints is None):

@@ -31,13 +31,15 @@ class Tuning:
     """What was measured, and may be measured again (``benchmarks/finalize.py``).
 
     ``wire``: element type between ranks; float32 keeps every rounding but the last away. ``max_splits``: most
-    programs that share a row; ``min_slice``: fewest columns of one. ``words_a_thread`` sets the warps of a
+    programs that share a row; ``min_slice``: fewest columns of one; ``crowding``: programs a multiprocessor that
+    sharing rows may make. ``words_a_thread`` sets the warps of a
     program. ``one_shot_rows``: rows up to which a launch is one-shot, by number of ranks (nearest number below).
     """
 
     wire: str = "float32"
     max_splits: int = 8
     min_slice: int = 256
+    crowding: int = 1
     words_a_thread: int = 32
     one_shot_rows: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({1: 1 << 30, 3: 128, 6: 64}))
 
@@ -58,7 +60,7 @@ class Cut:
         """Programs that share a row: as many as leave each row's programs resident together."""
         hidden, splits = self.signature.hidden, self.tuning.max_splits
         while splits > 1 and (
-            rows * splits > self.multiprocessors
+            rows * splits > self._room
             or hidden % (_ACCESS // 2 * splits)
             or hidden // splits < self.tuning.min_slice
         ):
@@ -68,7 +70,12 @@ class Cut:
     @property
     def split_rows(self) -> int:
         """Rows from there on are never shared by programs."""
-        return self.multiprocessors // 2 + 1
+        return self._room // 2 + 1
+
+    @property
+    def _room(self) -> int:
+        """Most programs of a launch whose programs share rows, all of them resident together."""
+        return min(self.multiprocessors * self.tuning.crowding, self.resident)
 
     @property
     def block(self) -> int:
