@@ -174,6 +174,8 @@ def test_what_cannot_be_honoured_is_refused_with_its_reason() -> None:
     )
     parents = torch.tensor([[-1, 0, 0]], dtype=torch.int32)
     assert "a tree" in bed.refusal(replace(bed.verify([1]), parents=parents))
+    assert "one row's one token" in bed.refusal(bed.verify([1], draft=1))
+    assert bed.adapter.supports(bed.verify([1, 2], draft=1)), "two rows compile"
     assert "scale" in bed.refusal(replace(bed.extend([4], [1]), scale=0.0))
     starts = torch.tensor([0, 0], dtype=torch.int64)
     assert "a multiple of 64" in bed.refusal(
