@@ -18,19 +18,21 @@ from typing import Any
 import torch
 
 from qwen35.adapters.sglang import seam
-from qwen35.adapters.sglang.seam_explain import (
-    FusionChoice,
-    ModelFacts,
-    PhaseChoice,
-    cutedsl_line,
-    read_model,
-    relay_line,
-    shadow_line,
+from qwen35.adapters.sglang.seam_choices import (
+    model_line,
+    part_lines,
+    phase_choices,
+    refused_switch,
+    requested_fusion,
+    requested_phases,
 )
 from qwen35.adapters.sglang.seam_explain import explain as explain_text
+from qwen35.adapters.sglang.seam_explain import (
+    read_model,
+)
 from qwen35.adapters.sglang.seam_finalize import FinalizeSeam
 from qwen35.adapters.sglang.seam_fusion import FusionSeam
-from qwen35.adapters.sglang.seam_gdn import MODEL_FAMILY, GdnSeam
+from qwen35.adapters.sglang.seam_gdn import GdnSeam
 from qwen35.adapters.sglang.seam_metrics import PrometheusMirror, metrics_wanted
 from qwen35.adapters.sglang.seam_relay import RelaySeam
 from qwen35.adapters.sglang.seams import installed_release, release_seam
@@ -44,13 +46,12 @@ from qwen35.domain.errors import (
     UnsupportedError,
     WorkspaceError,
 )
-from qwen35.ports.support import plan_support
 from qwen35.services.assembly import make_registry
 from qwen35.services.finalize_choice import PORT as FUSION
 from qwen35.services.finalize_fusion import OFF
 from qwen35.services.gated_delta_rule import PORT
 from qwen35.services.platform import detect_platform
-from qwen35.services.registry import AUTO, AdapterRegistry
+from qwen35.services.registry import AUTO
 from qwen35.settings import Settings, load_settings
 
 logger = logging.getLogger("qwen35")
@@ -112,19 +113,6 @@ def uninstall() -> None:
     _RUNNING.clear()
 
 
-def requested_phases(settings: Settings) -> dict[Phase, str]:
-    """The phases that the settings route, and the adapter of each; "auto" keeps SGLang's own kernel."""
-    names = {
-        Phase.DECODE: settings.gdn_decode, Phase.EXTEND: settings.gdn_extend, Phase.VERIFY: settings.gdn_verify,
-    }  # fmt: skip
-    return {phase: name for phase, name in names.items() if name != AUTO}
-
-
-def requested_fusion(settings: Settings) -> str | None:
-    """The adapter that fuses all-reduce, residual and norm; None for "auto" and "off": SGLang's own choice is kept."""
-    return None if settings.finalize in (AUTO, OFF) else settings.finalize
-
-
 def refuse_impossible(settings: Settings) -> None:
     """Raise for an adapter that the settings name and that does not exist or cannot be used on this machine."""
     names = [(PORT, n) for n in sorted({*requested_phases(settings).values(), *filter(None, [settings.gdn_fallback])})]
@@ -157,9 +145,9 @@ def explain(model: str = "") -> str:
         except UnavailableError as exc:
             problems = (str(exc),)
     return explain_text(
-        release=found, problems=problems, platform=registry.platform, choices=_choices(settings, registry, facts),
-        fallback=settings.gdn_fallback, model=None if facts is None else _model_line(facts),
-        parts=[] if release is None or problems else _parts(settings, registry, release),
+        release=found, problems=problems, platform=registry.platform, choices=phase_choices(settings, registry, facts),
+        fallback=settings.gdn_fallback, model=None if facts is None else model_line(facts),
+        parts=[] if release is None or problems else part_lines(settings, registry, release, facts),
     )  # fmt: skip
 
 
@@ -237,7 +225,7 @@ def start(settings: Settings, release: Release, place: Place, container: Contain
     relay = RelaySeam(release, container.counters())
     hooks = gdn.hooks() | fusion.hooks() | finalize.hooks() | relay.hooks()
     seam.install(installed_release() or release.version, release.targets, hooks)
-    refused = _refused_switch(release, container.registry())
+    refused = refused_switch(release, container.registry())
     if refused is not None:  # SGLang's refusal comes while it makes the model, and does not say what else there is
         logger.warning("qwen35: %s", refused)
     one = Running(container, release, place, gdn, fusion, finalize, relay)
@@ -254,8 +242,8 @@ def announce(settings: Settings, one: Running) -> None:
     registry = one.container.registry()
     text = explain_text(
         release=installed_release(), problems=(), platform=registry.platform,
-        choices=_choices(settings, registry, None), fallback=settings.gdn_fallback, model=one.gdn.model_line(),
-        parts=_parts(settings, registry, one.release), others=[*one.gdn.notes, *one.fusion.notes],
+        choices=phase_choices(settings, registry, None), fallback=settings.gdn_fallback, model=one.gdn.model_line(),
+        parts=part_lines(settings, registry, one.release, None), others=[*one.gdn.notes, *one.fusion.notes],
     )  # fmt: skip
     one.announced.append(text)
     logger.warning("%s", text)
@@ -269,55 +257,3 @@ def _device(settings: Settings, place: Place) -> str:
     if settings.device == AUTO and torch.cuda.is_available() and place.gpu < torch.cuda.device_count():
         return f"cuda:{place.gpu}"
     return settings.device
-
-
-def _choices(settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None) -> list[PhaseChoice]:
-    routes = requested_phases(settings)
-    return [
-        PhaseChoice(phase=phase, adapter=routes.get(phase), reasons=_reasons(registry, routes.get(phase), facts))
-        for phase in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY)
-    ]
-
-
-def _parts(settings: Settings, registry: AdapterRegistry, release: Release) -> list[str]:
-    """Fusion, relay and shadow."""
-    named = requested_fusion(settings)
-    fusion = FusionChoice(
-        adapter=named, kept=settings.finalize,
-        reasons=() if named is None else registry.usable(FUSION, named).reasons,
-        refused_switch=_refused_switch(release, registry),
-    )  # fmt: skip
-    return [
-        *fusion.lines(), relay_line("relay" in release.targets),
-        shadow_line(settings.gdn_shadow, bool(requested_phases(settings))),
-    ]  # fmt: skip
-
-
-def _refused_switch(release: Release, registry: AdapterRegistry) -> str | None:
-    try:
-        on = release.cutedsl_on()
-    except ValueError:  # no launch has published its arguments in this process
-        on = False
-    return cutedsl_line(registry.platform.compute_capability) if on else None
-
-
-def _reasons(registry: AdapterRegistry, name: str | None, facts: ModelFacts | None) -> tuple[str, ...]:
-    if name is None:
-        return ()
-    support = registry.usable(PORT, name)
-    plan = None if facts is None else facts.plan(torch.device(registry.platform.device))
-    if support and plan is not None:
-        support = plan_support(registry.adapter(PORT, name).capabilities, plan)
-    return support.reasons
-
-
-def _model_line(facts: ModelFacts) -> str:
-    if not facts.family.startswith(MODEL_FAMILY):
-        return f"{facts.family} is not Qwen3.5: nothing is routed, SGLang's own kernels serve"
-    g = facts.geometry
-    if g is None:
-        return f"{facts.family} has no Gated DeltaNet layers: nothing is routed"
-    return (
-        f"{facts.family}, GDN heads {g.key_heads} (q, k) and {g.value_heads} (v) before tensor parallelism, "
-        f"widths {g.key_width} and {g.value_width}"
-    )

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from finalize.finalize_fakes import FakeFusion
 from qwen35 import sglang_plugin
+from qwen35.adapters.sglang.seam_choices import requested_fusion
 from qwen35.container import build
 from qwen35.domain.finalize_capabilities import DeviceFacts
 from qwen35.services.counters import Counters
@@ -88,7 +89,7 @@ class FusedMachine:
     ) -> None:  # fmt: skip
         self.fusion = fusion or FakeFusion()
         settings = load_settings(None, device="cpu", finalize=finalize, sglang_strict=strict)
-        named = sglang_plugin.requested_fusion(settings)
+        named = requested_fusion(settings)
         container = build(settings, adapters=[self.fusion.entry()], gdn_decode="reference", gdn_extend="reference",
                           gdn_verify="reference", conv="reference", finalize=named or "off")  # fmt: skip
         self.counters: Counters = container.counters()
