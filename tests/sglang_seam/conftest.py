@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,3 +49,15 @@ def seed() -> int:
     torch.manual_seed(value)
     sys.stdout.write(f"torch.manual_seed({value})\n")
     return value
+
+
+@pytest.fixture
+def groups() -> Iterator[dict[str, Any]]:
+    """Two tensor-parallel ranks, by name the groups that count their sums; SGLang's fused function on the CPU."""
+    from fusion_machine import ENGINE, give_the_operator_a_cpu, launch
+
+    give_the_operator_a_cpu()
+    ENGINE.calls.clear()
+    ENGINE.declines = False
+    with launch() as made:
+        yield made

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from seam_machine import PLACE, installed_seam
 from torch import Tensor
@@ -185,3 +186,56 @@ def launch(**changes: Any) -> Iterator[dict[str, Group]]:
     groups = {f"{name}_group": Group((widths | changes)[f"{name}_size"]) for name in names}
     with get_parallel().override(**widths | ranks | groups | changes):
         yield groups
+
+
+def prepared(**changes: Any) -> FusedMachine:
+    machine = FusedMachine(**changes)
+    machine.warm_up()
+    assert machine.running.fusion.prepared, machine.notes
+    return machine
+
+
+def assert_left_to_sglang(machine: FusedMachine, reason: str) -> None:
+    assert machine.fusion.attempts == 0
+    assert reason in machine.notes
+    assert reason in machine.reasons("plans_refused")
+    assert not gate(4)
+
+
+def fused(*tensors: torch.Tensor, **more: Any) -> Any:
+    """SGLang's function as its norms import it, late."""
+    from sglang.srt.layers.flashinfer_comm_fusion import flashinfer_allreduce_residual_rmsnorm
+
+    names = ("input_tensor", "residual", "weight")
+    return flashinfer_allreduce_residual_rmsnorm(**dict(zip(names, tensors, strict=True)), **({"eps": EPS} | more))
+
+
+def run_step(runner: Any, mode: Any, inside: Any) -> Any:
+    """``inside`` while ModelRunner.forward runs a batch of ``mode``."""
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    class ReachedError(Exception):
+        def __init__(self, value: Any) -> None:
+            self.value = value
+
+    def apply_deprecated_skip_attn_backend_init(_: Any) -> None:
+        raise ReachedError(inside())  # ModelRunner.forward's first statement
+
+    batch = SimpleNamespace(
+        forward_mode=mode, apply_deprecated_skip_attn_backend_init=apply_deprecated_skip_attn_backend_init
+    )
+    try:
+        ModelRunner.forward(runner, batch)
+    except ReachedError as reached:
+        return reached.value
+    raise AssertionError("ModelRunner.forward did not begin as expected")
+
+
+def sglangs_switch(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """SGLang's own CuTe DSL fusion, switched on as its release does it."""
+    from sglang.srt.runtime_context import get_exec
+
+    if installed_seam().version == "0.5.20":
+        monkeypatch.setenv("SGLANG_FLASHINFER_MNNVL_CUTEDSL_AR_FUSION", "1")
+        return ExitStack()
+    return get_exec().comm.override(flashinfer_allreduce_fusion_backend="cutedsl")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +21,7 @@ older_only = pytest.mark.skipif(not OLDER, reason="in 0.5.23 an ineligible hando
 BF16 = torch.bfloat16
 
 
-@pytest.fixture(autouse=True)
-def groups() -> Iterator[dict[str, Group]]:
-    with launch() as made:
-        yield made
+pytestmark = pytest.mark.usefixtures("groups")
 
 
 def sglangs_service() -> Any:
@@ -189,9 +185,6 @@ def test_sglangs_switch_on_a_gpu_that_cannot_serve_it_is_explained() -> None:
         line = cutedsl_line(capability)
         assert line is not None
         assert "SGLang itself refuses the model; switch it off and set QWEN35_FINALIZE" in line
-
-
-# SGLang 0.5.20's layers over our workspace
 
 
 def communicator(service: Any, norm: Any) -> Any:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
+from qwen35.adapters.sglang.seam_reasons import BoundedReasons
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import CaptureError, ContractError, UnsupportedError
 from qwen35.ports.gated_delta_rule import GatedDeltaRule
@@ -15,10 +16,6 @@ from qwen35.services.routing import capturing
 logger = logging.getLogger("qwen35")
 
 PORT = "gated_delta_rule"
-#: Reasons become metric labels: past this many a phase's further ones are counted together.
-MOST_REASONS = 32
-FURTHER = "a further reason; the log has it"
-
 Result = TypeVar("Result")
 
 
@@ -39,7 +36,7 @@ class KernelRouter:
         self.routes = dict(routes) if service is not None else {}
         self.checked = checked
         self._service, self._counters = service, counters
-        self._told: dict[Phase, set[str]] = {}
+        self._reasons: dict[Phase, BoundedReasons] = {}
 
     @property
     def service(self) -> GatedDeltaRule | None:
@@ -65,15 +62,13 @@ class KernelRouter:
         return result
 
     def _count_refusal(self, phase: Phase, kernel: object, reason: str) -> None:
-        told = self._told.setdefault(phase, set())
-        if reason not in told:
+        reasons = self._reasons.setdefault(phase, BoundedReasons())
+        if reasons.new(reason):
             logger.warning("SGLang's own %s serves %s instead of %s: %s", type(kernel).__name__, phase,
                            self.routes[phase], reason)  # fmt: skip
-            if len(told) < MOST_REASONS:
-                told.add(reason)
         self._counters.add(
             "fallbacks", port=PORT, phase=phase, mode=_mode(), adapter=engine_name(kernel),
-            instead_of=self.routes[phase], reason=reason if reason in told else FURTHER,
+            instead_of=self.routes[phase], reason=reasons.label(reason),
         )  # fmt: skip
 
 
