@@ -44,7 +44,6 @@ from qwen35.domain.errors import (
     Qwen35Error,
     UnavailableError,
     UnsupportedError,
-    WorkspaceError,
 )
 from qwen35.services.assembly import make_registry
 from qwen35.services.finalize_choice import PORT as FUSION
@@ -179,7 +178,7 @@ def _around_scheduler(
         _run_alone(settings, exc)
     try:
         original(scheduler, *args, **kwargs)
-    except (UnsupportedError, UnavailableError, WorkspaceError, ConfigurationError) as exc:
+    except (UnsupportedError, UnavailableError, ConfigurationError) as exc:
         raise SystemExit(f"qwen35: {exc}") from exc
     if one is not None:
         announce(settings, one)
@@ -221,7 +220,7 @@ def start(settings: Settings, release: Release, place: Place, container: Contain
     named = requested_fusion(settings)
     service = container.finalize() if named is not None else None
     fusion = FusionSeam(release, named, service, container.counters(), strict=settings.sglang_strict)
-    finalize = FinalizeSeam(service, place.gpu)
+    finalize = FinalizeSeam(named, service, place.gpu)
     relay = RelaySeam(release, container.counters())
     hooks = gdn.hooks() | fusion.hooks() | finalize.hooks() | relay.hooks()
     seam.install(installed_release() or release.version, release.targets, hooks)

@@ -13,7 +13,7 @@ from seam_machine import close, installed_seam, start
 from finalize.finalize_fakes import FakeFusion
 from qwen35 import sglang_plugin
 from qwen35.adapters.sglang.seam_explain import cutedsl_line
-from qwen35.domain.errors import ConfigurationError, SignatureError, ValueRangeError
+from qwen35.domain.errors import ConfigurationError, UnavailableError, ValueRangeError
 from qwen35.domain.precision import UNIT_ROUNDOFF
 
 OLDER = installed_seam().version == "0.5.20"
@@ -113,9 +113,9 @@ def test_one_workspace_a_process() -> None:
     machine = FusedMachine()
     handed = ask()
     assert ask(max_m=3).max_m == 8, "what the live one covers is the live one"
-    with pytest.raises(SignatureError, match="max_m: has 8, asked 9"):
+    with pytest.raises(UnavailableError, match="max_m: has 8, asked 9"):
         ask(max_m=9)
-    with pytest.raises(SignatureError, match="hidden: has 16, asked 32"):
+    with pytest.raises(UnavailableError, match="hidden: has 16, asked 32"):
         ask(hidden_size=32)
     assert machine.fusion.attempts == 1
     handed.destroy()

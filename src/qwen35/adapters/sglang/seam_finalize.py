@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qwen35.adapters.sglang.seam import Hook
-from qwen35.adapters.sglang.seam_fusion_facts import workspace_signature
+from qwen35.adapters.sglang.seam_fusion_facts import prepare, workspace_signature
 from qwen35.domain.finalize import FinalizeHandoff
 from qwen35.ports.finalize_fusion import NormAndResidual
 from qwen35.services.finalize_fusion import FinalizeService
@@ -63,10 +63,10 @@ class HandedWorkspace:
 
 
 class FinalizeSeam:
-    """Answers SGLang's request for its workspace. ``gpu``: this process's device index."""
+    """Answers SGLang's request for its workspace, by the adapter ``requested``. ``gpu``: this process's GPU."""
 
-    def __init__(self, service: FinalizeService | None, gpu: int) -> None:
-        self._service, self._gpu = service, gpu
+    def __init__(self, requested: str | None, service: FinalizeService | None, gpu: int) -> None:
+        self._requested, self._service, self._gpu = requested, service, gpu
         self._handed: HandedWorkspace | None = None
 
     def hooks(self) -> dict[str, Hook]:
@@ -76,22 +76,20 @@ class FinalizeSeam:
     def _around_workspace(self, original: Callable[..., Any], **wanted: Any) -> Any:
         """Make our workspace, or look it up where nothing is ``wanted`` (0.5.20); every rank calls this together.
 
-        Raises what ``FinalizeService.prepare`` raises: ``ConfigurationError`` for multiplexed streams, and a
-        ``WorkspaceError`` where the one live workspace does not cover what is asked.
+        Raises ``ConfigurationError`` for multiplexed streams, and ``UnavailableError`` where the ranks cannot have it
+        or the one live workspace does not cover what is asked.
         """
         service = self._service
         if service is None:
             return original(**wanted)
         if not any(value is not None for value in wanted.values()):
             return self._handed if self._handed is not None else original(**wanted)
-        from sglang.srt.runtime_context import get_disagg
-
         signature = workspace_signature(
             device="cuda" if torch.cuda.is_available() else "cpu", gpu=self._gpu, hidden=wanted["hidden_size"],
             top_k=wanted["top_k"], max_m=wanted["max_m"], dtype="bfloat16", eps=wanted["rms_epsilon"],
             weight_bias=wanted["weight_bias"], shared_expert=wanted.get("include_shared_expert", True),
         )  # fmt: skip
-        service.prepare(signature, multiplexed_streams=bool(get_disagg().enable_pdmux))
+        prepare(service, signature, str(self._requested))
         self._handed = HandedWorkspace(service)
         return self._handed
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from qwen35.adapters.sglang.seam import Hook
-from qwen35.adapters.sglang.seam_fusion_facts import Engine, forward_mode
+from qwen35.adapters.sglang.seam_fusion_facts import Engine, forward_mode, prepare
 from qwen35.adapters.sglang.seam_fusion_launch import FusedLaunch, Step
 from qwen35.adapters.sglang.seam_gdn import MODEL_FAMILY
 from qwen35.adapters.sglang.seam_reasons import BoundedReasons
@@ -80,8 +80,8 @@ class FusionSeam:
     def prepare(self, service: FinalizeService, model_runner: Any) -> None:
         """Have a workspace where this launch may use one; every rank calls this together.
 
-        Raises ``ConfigurationError`` for multiplexed streams and pipeline parallelism, which exclude it, and what
-        ``FinalizeService.prepare`` raises.
+        Raises ``ConfigurationError`` for multiplexed streams and pipeline parallelism, which exclude it,
+        ``UnavailableError`` where the ranks cannot have it, and where strict ``UnsupportedError``.
         """
         family = model_runner.model_config.hf_text_config.model_type
         if not family.startswith(MODEL_FAMILY):
@@ -104,7 +104,7 @@ class FusionSeam:
         if reasons:
             self._refuse_model(reasons)
             return
-        service.prepare(engine.signature(), multiplexed_streams=situation.multiplexed_streams)
+        prepare(service, engine.signature(), str(self._requested))
         max_m = min(situation.max_m, service.max_m)
         self._launch = FusedLaunch(engine, replace(situation, max_m=max_m), service)
         self._note(f"{service.workspace.adapter} serves all-reduce + residual + norm of 1 to {max_m} tokens")

@@ -7,8 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 from qwen35.adapters.sglang.seams.release import Release
+from qwen35.domain.errors import UnavailableError, WorkspaceError
 from qwen35.domain.finalize_policy import ForwardMode, Situation
 from qwen35.domain.finalize_signature import WorkspaceSignature
+from qwen35.services.finalize_fusion import FinalizeService
 
 #: SGLang's names of forward modes.
 FORWARD_MODES = MappingProxyType({
@@ -104,3 +106,17 @@ def workspace_signature(
         device=f"{device}:{gpu}" if device == "cuda" else device,
         speculative=get_spec().speculative_algorithm is not None,
     )  # fmt: skip
+
+
+def prepare(service: FinalizeService, signature: WorkspaceSignature, requested: str) -> None:
+    """Have a workspace of ``service``; every rank calls this together.
+
+    Raises ``ConfigurationError`` for multiplexed streams, and ``UnavailableError`` for whatever else is against it:
+    SGLang's warm-up takes a RuntimeError, which a ``WorkspaceError`` is, for a failed capture and hides its text.
+    """
+    from sglang.srt.runtime_context import get_disagg
+
+    try:
+        service.prepare(signature, multiplexed_streams=bool(get_disagg().enable_pdmux))
+    except WorkspaceError as exc:
+        raise UnavailableError(f"finalize = {requested!r}", [str(exc)]) from exc
