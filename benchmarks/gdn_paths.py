@@ -201,4 +201,4 @@ def replayed_kernels(call: Thunk) -> list[str]:
         graph.replay()
         torch.cuda.synchronize()
     graph.reset()
-    return [event.name for event in profile.events() if event.device_type is DeviceType.CUDA]
+    return [event.name for event in profile.events() if event.device_type == DeviceType.CUDA]

@@ -20,7 +20,7 @@ def kernels(work: Callable[[], object]) -> list[str]:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             work()
             torch.cuda.synchronize()
-        names = [event.name for event in profile.events() if event.device_type is DeviceType.CUDA]
+        names = [event.name for event in profile.events() if event.device_type == DeviceType.CUDA]
         if names:
             break
     return names

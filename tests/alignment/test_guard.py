@@ -13,8 +13,8 @@ from torch import Tensor
 import qwen35
 from fakes import fake_entry
 from qwen35.container import Container
-from qwen35.domain.capabilities import Phase
-from qwen35.domain.errors import UnsupportedError
+from qwen35.domain.capabilities import Phase, Support
+from qwen35.domain.errors import DeviceError, UnsupportedError
 from qwen35.domain.geometry import GdnGeometry
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
@@ -39,7 +39,7 @@ class DemandingAdapter:
         self.capabilities = dataclasses.replace(self._inner.capabilities, byte_alignment=32)
         self.addresses: list[dict[str, int]] = []
         self.calls: list[GdnCall] = []
-        self.prepare, self.supports = self._inner.prepare, self._inner.supports
+        self.prepare = self._inner.prepare
         self.refresh_parameters, self.close = self._inner.refresh_parameters, self._inner.close
 
     def _demand(self, call: GdnCall) -> None:
@@ -48,6 +48,10 @@ class DemandingAdapter:
             assert tensor.data_ptr() % 32 == 0, f"{name} is {tensor.data_ptr() % 32} bytes off"
         self.addresses.append({name: tensor.data_ptr() for name, tensor in named.items()})
         self.calls.append(call)
+
+    def supports(self, call: GdnCall) -> Support:
+        off = [f"{name} is {t.data_ptr() % 32} bytes off" for name, t in tensors(call) if t.data_ptr() % 32]
+        return Support.of(*self._inner.supports(call).reasons, *off)
 
     def decode(self, call: DecodeCall):
         self._demand(call)
@@ -169,6 +173,30 @@ def test_a_misaligned_argument_gives_the_aligned_result(make, name: str) -> None
     assert got is moved.out
     assert torch.equal(aligned.states, moved.states)
     assert getattr(adapter.calls[0], "q") is aligned.q, "an aligned call is handed on as it is"  # noqa: B009
+
+
+@pytest.mark.parametrize(("make", "name"), [(make, name) for make, names in CALLS for name in names])
+def test_what_the_guard_aligns_is_supported(make, name: str) -> None:
+    adapter, moved = DemandingAdapter(), displaced(make(), {name})
+    assert build(adapter).gated_delta_rule().supports(moved)
+    assert not adapter.supports(moved), "the kernel itself declines it"
+    assert not adapter.calls, "a question launches nothing"
+
+
+@pytest.mark.parametrize("name", ["q", "b", "dt_bias", "slots", "out"])
+def test_a_misaligned_argument_on_another_device_is_refused_and_not_copied(name: str) -> None:
+    call = displaced(decode_call(), set())
+    at = call.gates if name in ("b", "dt_bias") else call
+    shape = getattr(at, name).shape
+    base = torch.empty((shape[0] + 1) * 999, dtype=getattr(at, name).dtype, device="meta")
+    strides = (997, shape[2], 1) if len(shape) == 3 else (997, 1)[-len(shape) :]
+    elsewhere = base[1:].as_strided(shape, strides, storage_offset=1)
+    bad = dataclasses.replace(at, **{name: elsewhere})
+    bad = bad if at is call else dataclasses.replace(call, gates=bad)
+    before = call.states.clone()
+    with pytest.raises(DeviceError, match=name):
+        build(DemandingAdapter()).gated_delta_rule().decode(bad)
+    assert torch.equal(before, call.states)
 
 
 @pytest.mark.case("C13")

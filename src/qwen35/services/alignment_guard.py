@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 from qwen35.domain.alignment import Remedy, Role, misalignment, remedy
@@ -21,7 +23,6 @@ from qwen35.ports.gated_delta_rule import (
     ExtendCall,
     ExtendResult,
     GatedDeltaRule,
-    Gates,
     GdnCall,
     GdnPlan,
     LogGates,
@@ -54,6 +55,7 @@ _TENSORS: Mapping[type, Callable[[Any], tuple[Tensor | None, ...]]] = {
     kind: attrgetter(*_MUTABLE[kind], *names) for kind, names in _INPUTS.items()
 }
 _RAW, _LOG = attrgetter("a", "b", "A_log", "dt_bias"), attrgetter("g", "beta")
+_PARAMETERS = frozenset({"A_log", "dt_bias"})
 #: Bytes of the smallest element that a tensor with more than one dimension may have.
 _LEAST_ITEM = 2
 #: Layouts that are remembered; a serving engine has a few dozen.
@@ -71,6 +73,11 @@ def scratch_sizes(geometry: GdnGeometry, itemsize: int, rows: int, batch: int) -
         "slots": index, "write_slots": index, "rows": index, "last": index, "cu_seqlens": index, "starts": index,
         "fresh": index, "parents": rows * 8,
     }  # fmt: skip
+
+
+def _stand_in(_name: str, tensor: Tensor) -> Tensor:
+    """An aligned tensor of the same shape, dtype and place, for questions only."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
 class AlignmentGuard:
@@ -115,8 +122,8 @@ class AlignmentGuard:
         self._lay_out(plan)
 
     def supports(self, call: GdnCall) -> Support:
-        """What the adapter says, and whether every mutable tensor is aligned."""
-        support = self._adapter.supports(call)
+        """What the adapter says of the call with aligned inputs, and whether every mutable tensor is aligned."""
+        support = self._adapter.supports(self._replaced(call, _stand_in))
         return Support.of(*support.reasons, *self._refusals(call))
 
     def decode(self, call: DecodeCall) -> Tensor:
@@ -208,36 +215,35 @@ class AlignmentGuard:
         reasons = self._refusals(call)
         if reasons:
             raise UnsupportedError(f"{type(call).__name__} for {self._name}", reasons)
+        aligned: _Call = self._replaced(call, partial(self._copied, call))
+        return aligned
+
+    def _replaced(self, call: Any, by: Callable[[str, Tensor], Tensor]) -> Any:
+        """``call`` with ``by`` in place of every input and parameter that is not aligned."""
         changes: dict[str, Any] = {}
         for name in _INPUTS[type(call)]:
             tensor: Tensor | None = getattr(call, name)
             if tensor is not None and self._off(tensor):
-                changes[name] = self._scratched(call, name, tensor, fill=name != "out")
+                changes[name] = by(name, tensor)
         if not isinstance(call, CommitCall):
-            gates = self._aligned_gates(call)
-            if gates is not call.gates:
-                changes["gates"] = gates
+            names = ("g", "beta") if isinstance(call.gates, LogGates) else ("a", "b", "A_log", "dt_bias")
+            gates = {name: getattr(call.gates, name) for name in names}
+            off: dict[str, Any] = {name: by(name, tensor) for name, tensor in gates.items() if self._off(tensor)}
+            if off:
+                changes["gates"] = replace(call.gates, **off)
         if isinstance(call, ExtendCall) and call.checkpoints is not None and self._off(call.checkpoints.starts):
-            starts = self._scratched(call, "starts", call.checkpoints.starts)
+            starts = by("starts", call.checkpoints.starts)
             changes["checkpoints"] = replace(call.checkpoints, starts=starts)
         return replace(call, **changes) if changes else call
 
-    def _aligned_gates(self, call: DecodeCall | ExtendCall | VerifyCall) -> Gates:
-        gates = call.gates
-        changes: dict[str, Any] = {}
-        names = ("g", "beta") if isinstance(gates, LogGates) else ("a", "b")
-        for name in names:
-            tensor = getattr(gates, name)
-            if self._off(tensor):
-                changes[name] = self._scratched(call, name, tensor)
-        if isinstance(gates, RawGates):
-            for name in ("A_log", "dt_bias"):
-                tensor = getattr(gates, name)
-                if self._off(tensor):
-                    changes[name] = self._parameters.take(tensor, capturing())
-        return replace(gates, **changes) if changes else gates
+    def _copied(self, call: GdnCall, name: str, tensor: Tensor) -> Tensor:
+        if tensor.device != call.states.device:
+            CHECKS[type(call)](call)  # a copy would hide it
+        if name in _PARAMETERS:
+            return self._parameters.take(tensor, capturing())
+        return self._scratched(call, name, tensor, fill=name != "out")
 
-    def _scratched(self, call: GdnCall, name: str, tensor: Tensor, fill: bool = True) -> Tensor:
+    def _scratched(self, call: GdnCall, name: str, tensor: Tensor, fill: bool) -> Tensor:
         inside, large = capturing(), isinstance(call, ExtendCall)
         if not self._scratch.holds(name, tensor, large):
             if inside:

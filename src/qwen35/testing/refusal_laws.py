@@ -65,7 +65,8 @@ def unsupported_options(bench: Bench, case: Case[Any]) -> None:
         trial.matches(trial.run(), want)
         return
     assert support.reasons, f"a refusal needs a reason; {case}"
-    refusal = _refusal(bench, call, f"a call that supports() declines; {case}", (UnsupportedError,))
+    declined = f"a call that supports() declines ({'; '.join(support.reasons)}); {case}"
+    refusal = _refusal(bench, call, declined, (UnsupportedError,))
     assert isinstance(refusal, UnsupportedError)
     assert refusal.reasons, f"a refusal needs a reason; {case}"
     nothing_written(trial)
