@@ -251,15 +251,14 @@ def methods_of(signature: WorkspaceSignature, peers: list[str], sweep: bool) -> 
     found = {"ours": ours(signature)}
     if sweep:
         base = Tuning()
-        always, never = {1: 1 << 30}, {1: 0}
+        never = {1: 0}
         variants = {
-            "two-step": replace(base, one_shot_rows=never), "one-shot": replace(base, one_shot_rows=always),
-            "bf16 wire": replace(base, wire="bfloat16"), "no splits": replace(base, max_splits=1),
-            "crowding 2": replace(base, crowding=2), "crowding 4": replace(base, crowding=4),
-            "16 words a thread": replace(base, words_a_thread=16),
-            "16 words a thread, crowding 2": replace(base, words_a_thread=16, crowding=2),
-            "64 words a thread": replace(base, words_a_thread=64),
-            "16 words a thread, two-step": replace(base, words_a_thread=16, one_shot_rows=never),
+            "2 pieces": replace(base, pieces=2), "4 pieces": replace(base, pieces=4),
+            "wave 1": replace(base, wave=1), "wave 1, 2 pieces": replace(base, wave=1, pieces=2),
+            "crowding 2": replace(base, crowding=2), "crowding 2, 2 pieces": replace(base, crowding=2, pieces=2),
+            "16 words": replace(base, words_a_thread=16), "16 words, wave 1": replace(base, words_a_thread=16, wave=1),
+            "16 words, crowding 2": replace(base, words_a_thread=16, crowding=2),
+            "two-step": replace(base, one_shot_rows=never), "bf16 wire": replace(base, wire="bfloat16"),
         }  # fmt: skip
         found |= {f"ours, {name}": ours(signature, tuning) for name, tuning in variants.items()}
     if "nccl" in peers:

@@ -22,13 +22,13 @@ class Ranks:
 
     def __init__(
         self, size: int, hidden: int, top_k: int, max_m: int, *, dtype: str = "float32", wire: str = "float32",
-        weight_bias: float = 0.0, shared: bool = True,
+        weight_bias: float = 0.0, shared: bool = True, **tuned: int,
     ) -> None:  # fmt: skip
         from qwen35.adapters.triton.finalize_launch import Cut, Tuning
         from qwen35.adapters.triton.finalize_mailboxes import local_mailboxes, sizes
         from qwen35.adapters.triton.kernels.finalize_common import BUFFERS
 
-        tuning = Tuning(wire=wire, min_slice=8)
+        tuning = Tuning(wire=wire, min_slice=8, **tuned)
         self.cuts = [
             Cut(
                 WorkspaceSignature(
@@ -94,6 +94,14 @@ def test_every_rank_ends_with_the_oracles_rows_and_the_same_bits(size: int, one_
     for seed, m in enumerate((1, 2, 11, 1)):
         case = case_of(ranks, m, seed)
         assert_right(ranks, case, ranks.run(case, one_shot=one_shot))
+
+
+@pytest.mark.parametrize("tuned", [{"pieces": 4}, {"wave": 1}, {"wave": 1, "pieces": 2}, {"crowding": 4}], ids=str)
+def test_pieces_waves_and_crowds_change_no_result(tuned: dict[str, int]) -> None:
+    ranks = Ranks(2, hidden=24, top_k=2, max_m=11, **tuned)
+    for seed, m in enumerate((1, 4, 11, 2)):
+        case = case_of(ranks, m, seed)
+        assert_right(ranks, case, ranks.run(case, one_shot=True))
 
 
 @pytest.mark.row("A12")

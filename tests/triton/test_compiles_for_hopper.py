@@ -121,7 +121,7 @@ def test_verify_and_commit_compile(hopper: HopperWithoutDevice, tree: bool) -> N
     kept = torch.zeros(1, 2, HEADS, 128, 128)
     parents = torch.zeros(1, 2, dtype=torch.int64) if tree else None
     call = VerifyCall(**tokens(128, 128, torch.bfloat16, 1, 2), **at, intermediates=kept, parents=parents)
-    gdn_verify.launch_verify(call, torch.empty_like(call.v), gdn_config.decode_config(128, 128, 4))
+    gdn_verify.launch_verify(call, torch.empty_like(call.v), gdn_config.verify_config(128, 128, 4))
     gdn_verify.launch_commit(CommitCall(**at, intermediates=kept, last=at["slots"]))
     assert hopper.loaded == ["verify_kernel", "commit_kernel"]
 
@@ -186,11 +186,10 @@ def fits(grids: dict[str, tuple[int, int, int]], expected: dict[str, int]) -> No
 
 @pytest.mark.case("C8")
 def test_gdn_grids_of_2048_rows_exist(hopper: HopperWithoutDevice) -> None:
-    tile = gdn_config.decode_config(WIDTH, WIDTH, 4)
     call = DecodeCall(**many(ROWS))
-    gdn_decode.launch_decode(call, torch.empty_like(call.v), tile)
+    gdn_decode.launch_decode(call, torch.empty_like(call.v), gdn_config.decode_config(WIDTH, WIDTH, 4))
     draft = VerifyCall(**many(ROWS, 2), intermediates=call.states[:, None].expand(ROWS, 2, -1, -1, -1))
-    gdn_verify.launch_verify(draft, torch.empty_like(draft.v), tile)
+    gdn_verify.launch_verify(draft, torch.empty_like(draft.v), gdn_config.verify_config(WIDTH, WIDTH, 4))
     gdn_verify.launch_commit(
         CommitCall(states=call.states, slots=call.slots, intermediates=draft.intermediates, last=call.slots)
     )
@@ -205,8 +204,8 @@ def test_gdn_grids_of_2048_rows_exist(hopper: HopperWithoutDevice) -> None:
     fits(
         hopper.grids,
         {
-            "decode_kernel": 1_048_576,  # 2048 rows, 32 heads, 16 blocks of 8 state rows
-            "verify_kernel": 1_048_576,
+            "decode_kernel": 2_097_152,  # 2048 rows, 32 heads, 32 blocks of 4 state rows
+            "verify_kernel": 1_048_576,  # 16 blocks of 8
             "commit_kernel": 262_144,  # 2048 rows, 524,288 elements in blocks of 4096
             "chunk_kernel": 66_560,  # 2048 / 64 + 2048 chunk numbers, 32 heads
             "scan_kernel": 131_072,  # 2048 sequences, 32 heads, 2 blocks of 64 state rows

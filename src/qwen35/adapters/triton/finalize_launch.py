@@ -32,14 +32,17 @@ class Tuning:
 
     ``wire``: element type between ranks; float32 keeps every rounding but the last away. ``max_splits``: most
     programs that share a row; ``min_slice``: fewest columns of one; ``crowding``: programs a multiprocessor that
-    sharing rows may make. ``words_a_thread`` sets the warps of a
-    program. ``one_shot_rows``: rows up to which a launch is one-shot, by number of ranks (nearest number below).
+    sharing rows may make. ``pieces``: parts in which a one-shot program sends its slice; ``wave``: programs a
+    multiprocessor of a launch that loops over rows (None: as many as are resident). ``words_a_thread`` sets the warps
+    of a program. ``one_shot_rows``: rows up to which a launch is one-shot, by number of ranks (nearest number below).
     """
 
     wire: str = "float32"
     max_splits: int = 8
     min_slice: int = 256
     crowding: int = 1
+    pieces: int = 1
+    wave: int | None = None
     words_a_thread: int = 32
     one_shot_rows: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({1: 1 << 30, 3: 128, 6: 64}))
 
@@ -95,6 +98,12 @@ class Cut:
         """Programs that the device surely holds at once: 64 Ki registers a multiprocessor."""
         return self.multiprocessors * (65536 // (_REGISTERS * 32 * self.warps))
 
+    @property
+    def wave(self) -> int:
+        """Programs of a launch that loops over rows."""
+        wave = self.tuning.wave
+        return self.resident if wave is None else min(self.resident, self.multiprocessors * wave)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
@@ -118,7 +127,7 @@ def launch(
     true in service. A positive ``spin_limit`` is checked mode."""
     signature, m = cut.signature, rows.residual.shape[0]
     splits = cut.splits(m) if one_shot else 1
-    programs = min(m * splits, cut.resident)
+    programs = min(m * splits, cut.wave if splits == 1 else cut.resident)
     unused = rows.source
     arguments: dict[str, Any] = {
         "source": rows.source, "weights": unused if rows.weights is None else rows.weights,
@@ -138,8 +147,9 @@ def launch(
     if one_shot:
         slice_block = int(triton.next_power_of_2(signature.hidden // splits))
         finalize_one_shot[(programs,)](
-            **arguments, SPLITS=splits, SLICE_BLOCK=slice_block, RECEIVE=phases[2], **options
-        )
+            **arguments, SPLITS=splits, SLICE_BLOCK=slice_block, PIECES=min(cut.tuning.pieces, slice_block),
+            RECEIVE=phases[2], **options,
+        )  # fmt: skip
         return
     finalize_two_step[(programs,)](
         **arguments, outbox=mail.outbox, outboxes=mail.outboxes, TOKEN=_TYPES[signature.dtype],

@@ -197,7 +197,8 @@ class TritonGatedDeltaRule:
         return replace(call, q=q, k=k, v=v)
 
     def _tile(self, call: DecodeCall | VerifyCall) -> DecodeConfig:
-        return self._config.decode_config(call.q.shape[-1], call.v.shape[-1], call.states.element_size())
+        config = self._config.decode_config if isinstance(call, DecodeCall) else self._config.verify_config
+        return config(call.q.shape[-1], call.v.shape[-1], call.states.element_size())
 
     def _planned(self, call: DecodeCall | ExtendCall | VerifyCall) -> GdnPlan:
         """The plan for calls of this kind: one that was admitted has it."""

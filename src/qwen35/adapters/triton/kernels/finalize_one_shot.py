@@ -28,18 +28,19 @@ from qwen35.adapters.triton.kernels.finalize_common import (
 def _send(
     source, weights, indices, shared, peers, epoch, item, source_rows, rank,
     D: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
-    SLICE_BLOCK: tl.constexpr, WIRE: tl.constexpr, WORD: tl.constexpr,
+    SLICE_BLOCK: tl.constexpr, PIECES: tl.constexpr, WIRE: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """Send one slice of one row to every rank, this one included."""
+    """Send one slice of one row to every rank, this one included: piece by piece, so that links are busy early."""
     row = item // SPLITS
     start = (item % SPLITS) * (D // SPLITS)
-    within = tl.arange(0, SLICE_BLOCK)
-    inside = within < D // SPLITS
-    share = rank_share(source, weights, indices, shared, row, source_rows, start + within, inside, D, TOP_K, SHARED)
-    bits = wire_bits(share, WIRE, WORD)
-    at = slot_of(row, epoch, rank, N, D) + start + within
-    for peer in tl.static_range(N):
-        tl.store(peers[peer] + at, bits, mask=inside)
+    slot = slot_of(row, epoch, rank, N, D) + start
+    for piece in tl.static_range(PIECES):
+        within = piece * (SLICE_BLOCK // PIECES) + tl.arange(0, SLICE_BLOCK // PIECES)
+        inside = within < D // SPLITS
+        share = rank_share(source, weights, indices, shared, row, source_rows, start + within, inside, D, TOP_K, SHARED)
+        bits = wire_bits(share, WIRE, WORD)
+        for peer in tl.static_range(N):
+            tl.store(peers[peer] + slot + within, bits, mask=inside)
 
 
 @triton.jit
@@ -81,8 +82,8 @@ def finalize_one_shot(
     source, weights, indices, shared, residual, gamma, norm_out, residual_out, inbox, peers, epochs, missing,
     m, steps, source_rows, rank, split_rows, spin_limit, eps, weight_bias,
     D: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr, N_POW2: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, SLICE_BLOCK: tl.constexpr, WIRE: tl.constexpr, WORD: tl.constexpr,
-    VECTOR: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, CHECKED: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, SLICE_BLOCK: tl.constexpr, PIECES: tl.constexpr, WIRE: tl.constexpr,
+    WORD: tl.constexpr, VECTOR: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """``peers`` are the N ranks' inboxes as this rank reaches them, ``inbox`` is its own.
 
@@ -101,7 +102,7 @@ def finalize_one_shot(
         if SEND:
             _send(
                 source, weights, indices, shared, peers, epoch, pid, source_rows, rank,
-                D, TOP_K, SHARED, N, SPLITS, SLICE_BLOCK, WIRE, WORD,
+                D, TOP_K, SHARED, N, SPLITS, SLICE_BLOCK, PIECES, WIRE, WORD,
             )  # fmt: skip
         if RECEIVE:
             _receive(
@@ -123,7 +124,7 @@ def finalize_one_shot(
                 if item < items:
                     _send(
                         source, weights, indices, shared, peers, sent, item, source_rows, rank,
-                        D, TOP_K, SHARED, N, SPLITS, SLICE_BLOCK, WIRE, WORD,
+                        D, TOP_K, SHARED, N, SPLITS, SLICE_BLOCK, PIECES, WIRE, WORD,
                     )  # fmt: skip
             if RECEIVE:
                 if (before >= 0) & (before < items):

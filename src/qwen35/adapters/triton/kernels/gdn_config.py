@@ -8,9 +8,13 @@ from functools import cache
 #: Tokens of one chunk of the chunked form, and so the multiple that checkpoints must have.
 CHUNK = 64
 
-#: State elements of one program, and bytes of them that one thread holds: four 16-byte loads in flight. On an H200
-#: best or within a tenth of it at every batch from 1 to 256, in either dtype (benchmarks/results/decode_tiles.json).
-_TILE_ELEMENTS, _THREAD_BYTES = 1024, 64
+#: State elements of one program of decode, by bytes of an element, for a single warp: 64 bytes a thread in float32 and
+#: 128 in bfloat16. On an H200 best or within a few percent of it at every batch from 1 to 256
+#: (benchmarks/results/decode_tiles.json).
+_DECODE_ELEMENTS = {4: 512, 2: 2048}
+#: State elements of one program of verify, which keeps them from token to token, and bytes of them that one thread
+#: holds.
+_VERIFY_ELEMENTS, _VERIFY_THREAD_BYTES = 1024, 64
 
 #: Programs of 64 state rows that keep an H200 busy twice over; with fewer, 32 rows make twice as many programs.
 _WIDE_SCAN_PROGRAMS = 256
@@ -56,10 +60,18 @@ def power_of_two(size: int) -> int:
 
 @cache
 def decode_config(key_width: int, value_width: int, state_bytes: int) -> DecodeConfig:
-    """The tile of decode and verify: whole rows of the state, whose elements have ``state_bytes`` bytes."""
+    """The tile of decode: whole rows of the state, whose elements have ``state_bytes`` bytes."""
     row = power_of_two(key_width)
-    block_v = min(max(_TILE_ELEMENTS // row, 1), power_of_two(value_width))
-    warps = block_v * row * state_bytes // _THREAD_BYTES // 32
+    block_v = min(max(_DECODE_ELEMENTS[state_bytes] // row, 1), power_of_two(value_width))
+    return DecodeConfig(block_v=block_v, inner=row, num_warps=1)
+
+
+@cache
+def verify_config(key_width: int, value_width: int, state_bytes: int) -> DecodeConfig:
+    """The tile of verify, likewise."""
+    row = power_of_two(key_width)
+    block_v = min(max(_VERIFY_ELEMENTS // row, 1), power_of_two(value_width))
+    warps = block_v * row * state_bytes // _VERIFY_THREAD_BYTES // 32
     return DecodeConfig(block_v=block_v, inner=row, num_warps=min(max(warps, 1), 8))
 
 
