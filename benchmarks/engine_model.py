@@ -64,7 +64,7 @@ def make_model(args: argparse.Namespace) -> None:
     directory = Path(args.model)
     directory.mkdir(parents=True, exist_ok=True)
     if args.config_only:
-        config.save_pretrained(directory)
+        save_config(config, directory)
         return
     torch.manual_seed(args.seed)
     model = Qwen3_5MoeForCausalLM(config).to(torch.bfloat16)
@@ -75,6 +75,14 @@ def make_model(args: argparse.Namespace) -> None:
             elif "conv1d" in name:
                 parameter.normal_(std=0.5)
     model.save_pretrained(directory)
+    save_config(config, directory)
+
+
+def save_config(config: Any, directory: Path) -> None:
+    """With the interval of full attention, which SGLang reads and newer releases of transformers no longer write."""
+    config.save_pretrained(directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"full_attention_interval": 4}, indent=1))
 
 
 def truth(args: argparse.Namespace) -> None:
