@@ -35,8 +35,8 @@ from qwen35.testing.workload import (
     with_states,
 )
 
-#: State elements times tokens that the oracle recomputes for a row: seconds of one CPU core.
-ORACLE_BUDGET = 2**29
+#: State elements times tokens that the oracle recomputes for a row: a second or two of one CPU core.
+ORACLE_BUDGET = 2**27
 #: Errors of ours, and what a kernel package may raise where it should have refused: a cell that did not run.
 _CRASHES = (
     Qwen35Error, RuntimeError, ValueError, TypeError, LookupError, ArithmeticError, AttributeError, AssertionError,
