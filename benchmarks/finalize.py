@@ -137,8 +137,8 @@ class Run:
         if self.rank:
             return
         document = {
-            "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": self.options.command,
-            "versions": versions(), "device": torch.cuda.get_device_name(), "ranks": self.options.ranks,
+            "kind": "finalize", "created": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": self.options.command, "versions": versions(), "device": torch.cuda.get_device_name(), "ranks": self.options.ranks,
             "calls_a_graph": self.options.calls, "replays": self.options.replays, "multicast": "off",
             "seconds": round(time.monotonic() - self.started, 1), "rows": self.rows,
             "kernels_of_one_call": self.profiles,

@@ -1,8 +1,8 @@
 """Rewrites the tables of README.md from the committed measurements.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` and comes from ``results/NAME.json``, which
-``qwen35 swap`` or ``gdn_integration.py`` wrote. ``--check`` writes nothing and exits with 1 where a table is not what
-its document says.
+``qwen35 swap``, ``gdn_integration.py`` or ``finalize.py`` wrote. ``--check`` writes nothing and exits with 1 where a
+table is not what its document says.
 """
 
 from __future__ import annotations
@@ -49,7 +49,29 @@ def rewritten(text: str, results: Path) -> str:
 
 def table(report: dict[str, Any]) -> str:
     """One document as a Markdown table, by its kind."""
-    return claims_table(report) if report.get("kind") == "gdn integration" else swap_table(report)
+    kinds = {"gdn integration": claims_table, "finalize": finalize_table}
+    return kinds.get(report["kind"], swap_table)(report)
+
+
+def finalize_table(report: dict[str, Any]) -> str:
+    """A row a shape and m, microseconds a method; other tunings of ours are left out."""
+    rows: dict[tuple[int, int, int], dict[str, float]] = {}
+    for row in report["rows"]:
+        if not row["method"].startswith("ours,"):
+            rows.setdefault((row["hidden"], row["top_k"], row["m"]), {})[row["method"]] = row["us"]
+    methods = list(dict.fromkeys(name for found in rows.values() for name in found))
+    lines = [
+        f"{report['ranks']} x {report['device']}, NVLink multicast {report['multicast']}, {_used(report['versions'])}, "
+        f"{report['created'][:10]}. Microseconds a call inside a graph of {report['calls_a_graph']}, the slower rank's "
+        "median.",
+        "", f"| hidden, top_k | m | {' | '.join(methods)} | ours / best peer |", "| --- " * (len(methods) + 3) + "|",
+    ]  # fmt: skip
+    for (hidden, top_k, m), found in rows.items():
+        peers = [us for name, us in found.items() if name != "ours"]
+        ratio = f"{found['ours'] / min(peers):.2f}" if peers and "ours" in found else "-"
+        cells = " | ".join(f"{found[name]:.1f}" if name in found else "-" for name in methods)
+        lines.append(f"| {hidden}, {top_k} | {m} | {cells} | {ratio} |")
+    return "\n".join(lines)
 
 
 def claims_table(report: dict[str, Any]) -> str:

@@ -23,7 +23,8 @@ def result(adapter: str, time: float | None, **changes: Any) -> dict[str, Any]:
 
 
 REPORT: dict[str, Any] = {
-    "interrupted": False, "created": "2026-01-02T03:04:05+00:00", "state_dtype": "float32", "token_dtype": "bfloat16",
+    "kind": "swap", "interrupted": False, "created": "2026-01-02T03:04:05+00:00",
+    "state_dtype": "float32", "token_dtype": "bfloat16",
     "geometry": {"name": "35B-A3B", "tp": 1, "key_heads": 16, "value_heads": 32}, "copy_gb_per_s": 4260.0,
     "device": {"name": "a GPU"}, "versions": {"torch": "2.11", "triton": "3.6", "flashinfer": None},
     "rows": [
@@ -89,3 +90,23 @@ def test_a_document_that_is_missing_is_an_error(tmp_path: Path) -> None:
     done = tables("--readme", readme, "--results", tmp_path)
     assert done.returncode != 0
     assert "gone.json" in done.stderr
+
+
+def test_a_finalize_table_has_the_ratio_to_the_best_peer_and_no_other_tunings(tmp_path: Path) -> None:
+    rows = [
+        {"hidden": 2048, "top_k": 8, "m": 64, "method": method, "us": us}
+        for method, us in (("ours", 5.0), ("ours, wave 1", 4.0), ("i nccl", 12.5), ("iv ipc", 8.0))
+    ]
+    report = {
+        "kind": "finalize", "created": "2026-01-02T03:04:05+00:00", "ranks": 2, "device": "a GPU", "multicast": "off",
+        "versions": {"torch": "2.11"}, "calls_a_graph": 20,
+        "rows": [*rows, rows[0] | {"m": 256}, rows[3] | {"m": 256, "us": 10.0}],
+    }  # fmt: skip
+    (tmp_path / "one.json").write_text(json.dumps(report))
+    readme = tmp_path / "README.md"
+    readme.write_text("<!-- table: one -->\n<!-- end -->\n")
+    assert tables("--readme", readme, "--results", tmp_path).returncode == 0
+    text = readme.read_text()
+    assert "| 2048, 8 | 64 | 5.0 | 12.5 | 8.0 | 0.62 |" in text
+    assert "| 2048, 8 | 256 | 5.0 | - | 10.0 | 0.50 |" in text
+    assert "wave" not in text
