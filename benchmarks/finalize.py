@@ -138,9 +138,9 @@ class Run:
             return
         document = {
             "kind": "finalize", "created": datetime.now(UTC).isoformat(timespec="seconds"),
-            "command": self.options.command, "versions": versions(), "device": torch.cuda.get_device_name(), "ranks": self.options.ranks,
-            "calls_a_graph": self.options.calls, "replays": self.options.replays, "multicast": "off",
-            "seconds": round(time.monotonic() - self.started, 1), "rows": self.rows,
+            "command": self.options.command, "versions": versions(), "device": torch.cuda.get_device_name(),
+            "ranks": self.options.ranks, "calls_a_graph": self.options.calls, "replays": self.options.replays,
+            "multicast": "off", "seconds": round(time.monotonic() - self.started, 1), "rows": self.rows,
             "kernels_of_one_call": self.profiles,
         }  # fmt: skip
         self.options.out.write_text(json.dumps(document, indent=1) + "\n")
