@@ -215,7 +215,7 @@ def start(settings: Settings, release: Release, place: Place, container: Contain
     routes = requested_phases(settings)
     gdn = GdnSeam(
         release, routes, container.gated_delta_rule() if routes else None, container.counters(),
-        checked=settings.checked, strict=settings.sglang_strict,
+        checked=settings.checked, strict=settings.sglang_strict, fallback=settings.gdn_fallback,
     )  # fmt: skip
     named = requested_fusion(settings)
     service = container.finalize() if named is not None else None

@@ -9,6 +9,7 @@ from typing import Any
 
 from qwen35.adapters.sglang.seam import Hook
 from qwen35.adapters.sglang.seam_calls import EXTENDING, ExtendContext
+from qwen35.adapters.sglang.seam_determinism import deterministic, deterministic_note
 from qwen35.adapters.sglang.seam_kernel import GdnKernel, kernel_class, stand_in
 from qwen35.adapters.sglang.seam_plan import backend_plan, replays_inputs, union
 from qwen35.adapters.sglang.seam_router import PORT, KernelRouter
@@ -29,14 +30,15 @@ class GdnSeam:
     """``routes``: which adapter serves which phase; phases without one keep SGLang's own kernel, counted.
 
     ``service`` is None where nothing is routed. ``strict``: a model that the chosen adapter cannot serve at all stops
-    the engine instead of leaving its calls to SGLang's own kernels.
+    the engine instead of leaving its calls to SGLang's own kernels. ``fallback``: the adapter that serves what a chosen
+    one refuses.
     """
 
     def __init__(
         self, release: Release, routes: Mapping[Phase, str], service: GatedDeltaRule | None, counters: Counters, *,
-        checked: bool = False, strict: bool = False,
+        checked: bool = False, strict: bool = False, fallback: str | None = None,
     ) -> None:  # fmt: skip
-        self._release, self._counters, self._strict = release, counters, strict
+        self._release, self._counters, self._strict, self._fallback = release, counters, strict, fallback
         self.router = KernelRouter(routes, service, counters, checked)
         self._exchanged: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
         self._plan: GdnPlan | None = None
@@ -81,6 +83,8 @@ class GdnSeam:
         if not family.startswith(MODEL_FAMILY):
             self._note(f"{family} is not Qwen3.5: its GDN layers keep SGLang's own kernels, uncounted")
             return
+        if deterministic() and (note := deterministic_note(self.router.routes, self._fallback)) is not None:
+            self._note(note)
         service = self.router.service
         if service is not None:
             self._prepare(service, backend, model_runner)
