@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from operator import attrgetter
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -29,6 +29,15 @@ CHECKS: Mapping[type, Callable[..., None]] = {
 
 #: Layouts kept before the cache starts anew; engines use a few hundred batch sizes.
 MAX_LAYOUTS = 4096
+
+
+@runtime_checkable
+class DecodesKnown(Protocol):
+    """What an adapter may offer besides its port: a short way for the decode that comes again and again."""
+
+    def decode_known(self, call: DecodeCall) -> Tensor | None:
+        """``decode`` where a call of this very layout was admitted before and every address and row is as aligned as
+        ``capabilities.byte_alignment`` asks; else None, nothing written and nothing raised."""
 
 
 class Admission:

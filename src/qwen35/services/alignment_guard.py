@@ -16,7 +16,7 @@ from qwen35.domain.alignment import Remedy, Role, misalignment, remedy
 from qwen35.domain.capabilities import Capabilities, Support
 from qwen35.domain.errors import CaptureError, UnsupportedError
 from qwen35.domain.geometry import GdnGeometry
-from qwen35.ports.admission import CHECKS
+from qwen35.ports.admission import CHECKS, DecodesKnown
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
     DecodeCall,
@@ -80,11 +80,17 @@ def _stand_in(_name: str, tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
 
 
+def _decode_nothing(_call: DecodeCall) -> Tensor | None:
+    """For adapters that leave the looking to the guard."""
+    return None
+
+
 class AlignmentGuard:
     """Hands ``adapter`` aligned tensors only, by the rules of ``qwen35.domain.alignment``.
 
     Where everything is aligned, the adapter gets the very call that came. A misaligned state pool or intermediate
-    buffer is an ``UnsupportedError``, which a configured fallback answers with the original tensors.
+    buffer is an ``UnsupportedError``, which a configured fallback answers with the original tensors. An adapter that
+    ``DecodesKnown`` is asked first, and the guard looks only at what it leaves.
     """
 
     def __init__(self, name: str, adapter: GatedDeltaRule, counters: Counters) -> None:
@@ -93,6 +99,7 @@ class AlignmentGuard:
         self._scratch = AlignedScratch(self._alignment)
         self._parameters = ParameterCopies(self._alignment)
         self._aligned_strides: set[tuple[int, ...]] = set()
+        self._decode_known = adapter.decode_known if isinstance(adapter, DecodesKnown) else _decode_nothing
         counters.watch("scratch_bytes", lambda: self.scratch_bytes, adapter=name)
         counters.watch("parameter_bytes", lambda: self.parameter_bytes, adapter=name)
 
@@ -128,7 +135,8 @@ class AlignmentGuard:
 
     def decode(self, call: DecodeCall) -> Tensor:
         """See the port."""
-        return self._with_out(call, self._adapter.decode)
+        served = self._decode_known(call)
+        return self._with_out(call, self._adapter.decode) if served is None else served
 
     def extend(self, call: ExtendCall) -> ExtendResult:
         """See the port."""

@@ -3,10 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from collections.abc import Callable, Mapping
 
 _Key = tuple[str, tuple[tuple[str, str], ...]]
+
+
+class Counter:
+    """One count; calling it adds one. Thread-safe."""
+
+    __slots__ = ("_lock", "value")
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.value = 0
+
+    def __call__(self) -> None:
+        with self._lock:
+            self.value += 1
 
 
 class Counters:
@@ -17,22 +30,18 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._values: Counter[_Key] = Counter()
+        self._counts: dict[_Key, Counter] = {}
         self._gauges: dict[_Key, Callable[[], float]] = {}
 
     def add(self, name: str, /, **labels: str) -> None:
         """Add one to the counter ``name`` with these labels."""
         self.counter(name, **labels)()
 
-    def counter(self, name: str, /, **labels: str) -> Callable[[], None]:
-        """A function that adds one to this counter: for hot paths, where labels are sorted once."""
+    def counter(self, name: str, /, **labels: str) -> Counter:
+        """This counter itself: for hot paths, where labels are sorted once."""
         key = (name, tuple(sorted(labels.items())))
-
-        def add_one() -> None:
-            with self._lock:
-                self._values[key] += 1
-
-        return add_one
+        with self._lock:
+            return self._counts.setdefault(key, Counter())
 
     def watch(self, name: str, read: Callable[[], float], /, **labels: str) -> None:
         """Make ``read()`` the value of the gauge ``name`` with these labels, such as bytes held now."""
@@ -47,10 +56,9 @@ class Counters:
     def total(self, name: str, **labels: str) -> int:
         """The sum over every counter ``name`` whose labels include ``labels``."""
         wanted = set(labels.items())
-        with self._lock:
-            return sum(v for (n, have), v in self._values.items() if n == name and wanted <= set(have))
+        return sum(v for (n, have), v in self.snapshot().items() if n == name and wanted <= set(have))
 
     def snapshot(self) -> Mapping[_Key, int]:
-        """A copy of every counter."""
+        """A copy of every counter that has counted."""
         with self._lock:
-            return dict(self._values)
+            return {key: count.value for key, count in self._counts.items() if count.value}

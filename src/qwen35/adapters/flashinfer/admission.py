@@ -7,6 +7,8 @@ from operator import attrgetter
 from torch import Tensor
 
 from qwen35.adapters.flashinfer.mends import ALIGNMENT
+from qwen35.domain.capabilities import Phase
+from qwen35.ports.admission import CHECKS
 from qwen35.ports.gdn_calls import DecodeCall, RawGates, VerifyCall
 
 StepCall = DecodeCall | VerifyCall
@@ -18,12 +20,25 @@ _TENSORS = {
 }
 
 
+def phase_of(call: StepCall) -> Phase:
+    """Decode or verify."""
+    return Phase.DECODE if isinstance(call, DecodeCall) else Phase.VERIFY
+
+
 def look_at(call: StepCall) -> tuple[tuple[object, ...], bool]:
     """All that the checks look at, as a key, and whether an address is off, which no set of shapes can settle.
 
-    Copies are made of parameters, so their addresses do not matter. Raises ``AttributeError`` where something is no
+    Copies are made of parameters, so their addresses do not matter. Raises what the check says where something is no
     tensor.
     """
+    try:
+        return _look_at(call)
+    except AttributeError:
+        CHECKS[type(call)](call)
+        raise
+
+
+def _look_at(call: StepCall) -> tuple[tuple[object, ...], bool]:
     tensors: tuple[Tensor | None, ...] = _TENSORS[type(call)](call)
     parameters: tuple[Tensor, ...] = ()
     if isinstance(call.gates, RawGates):

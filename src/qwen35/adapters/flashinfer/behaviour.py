@@ -10,7 +10,7 @@ from torch import Tensor
 
 from qwen35.adapters.flashinfer.mends import Behaviour
 from qwen35.adapters.flashinfer.release import FlashInferKernels
-from qwen35.adapters.flashinfer.steps import Step, run_decode, run_verify
+from qwen35.adapters.flashinfer.steps import Step, decode_kernel, run_decode, run_verify
 from qwen35.domain.errors import UnsupportedError
 from qwen35.ports.gdn_calls import GdnPlan
 
@@ -22,7 +22,7 @@ SENTINEL = 3.0
 def measure_decode(kernels: FlashInferKernels, plan: GdnPlan) -> Behaviour:
     """One decode of a live row (slot 1) and a padded one over a pool of two."""
     step, states, slots = _two_rows(plan, 1)
-    run_decode(kernels, step, states, read=slots, write=None)
+    run_decode(decode_kernel(kernels), step, states, read=slots, write=None)
     kept = bool((states[0] == SENTINEL).all()) and bool((step.out[1] == 0).all())
     return Behaviour(skips_padding=kept, finite_softplus=_finite(step.out[0], states[1]))
 

@@ -11,24 +11,23 @@ from torch import Tensor
 
 from qwen35.adapters._kernels.rows import RowOperations
 from qwen35.adapters._kernels.scratch import Scratch, capturing
-from qwen35.adapters.flashinfer.admission import StepCall, look_at
-from qwen35.adapters.flashinfer.behaviour import measure_decode, measure_verify
+from qwen35.adapters.flashinfer.admission import StepCall, look_at, phase_of
 from qwen35.adapters.flashinfer.capabilities import capabilities_of
+from qwen35.adapters.flashinfer.known import IndexScratch, KnownDecode
 from qwen35.adapters.flashinfer.mends import (
     ALIGNMENT,
     SOFTPLUS_LIMIT,
     Behaviour,
     Mend,
-    decode_mend,
     extend_reasons,
     split_prefill,
     step_reasons,
-    verify_mend,
 )
-from qwen35.adapters.flashinfer.parameters import float32
+from qwen35.adapters.flashinfer.parameters import Float32, float32
+from qwen35.adapters.flashinfer.plans import Plans
 from qwen35.adapters.flashinfer.prefill import Prefill
 from qwen35.adapters.flashinfer.release import FlashInferKernels
-from qwen35.adapters.flashinfer.steps import Step, run_decode, run_verify
+from qwen35.adapters.flashinfer.steps import Step, decode_kernel, run_verify
 from qwen35.domain.capabilities import Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
 from qwen35.domain.platform import Platform
@@ -44,17 +43,17 @@ from qwen35.ports.gated_delta_rule import (
     RawGates,
     VerifyCall,
 )
-from qwen35.ports.gdn_checks import call_geometry, check_commit, check_extend
+from qwen35.ports.gdn_checks import check_commit, check_extend
 from qwen35.ports.support import call_support, plan_support
 from qwen35.services.parameter_copies import ParameterCopies
 
-#: Admitted calls that are remembered; a serving engine has a few hundred shapes.
+#: Admitted layouts of one phase that are remembered; a serving engine has a few hundred.
 MAX_ADMITTED = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class _Admitted:
-    """What is settled about a call by its shapes: the detours and the plan they were decided under."""
+    """What is settled about a verify call by its shapes: the detours and the plan they were decided under."""
 
     mend: Mend
     plan: GdnPlan
@@ -78,13 +77,14 @@ class FlashInferGatedDeltaRule:
         self, kernels: FlashInferKernels, rows: RowOperations, platform: Platform, options: AdapterOptions
     ) -> None:
         self.capabilities = capabilities_of(kernels, platform)
-        self._kernels, self._rows = kernels, rows
+        self._kernels, self._rows, self._decode = kernels, rows, decode_kernel(kernels)
         self._platform, self._split = platform, options.prefill_split
         self._scratch, self._parameters = Scratch(), ParameterCopies(ALIGNMENT)
         self._prefill = Prefill(kernels, rows, self._scratch)
-        self._plans: dict[tuple[object, ...], GdnPlan] = {}
-        self._measured: dict[tuple[object, ...], Behaviour] = {}
+        self._plans = Plans(kernels)
         self._admitted: dict[tuple[object, ...], _Admitted] = {}
+        self._known: dict[tuple[object, ...], KnownDecode] = {}
+        self._latest: KnownDecode | None = None
         self._branches: dict[Phase, str] = {}
         self._closed = False
 
@@ -96,7 +96,7 @@ class FlashInferGatedDeltaRule:
     @property
     def behaviours(self) -> Mapping[str, Behaviour]:
         """What was measured of this release's kernels, by phase and state dtype."""
-        return MappingProxyType({f"{key[0]}, {key[1]}": found for key, found in self._measured.items()})
+        return self._plans.behaviours
 
     @property
     def scratch_bytes(self) -> int:
@@ -112,10 +112,10 @@ class FlashInferGatedDeltaRule:
         if capturing(plan.device):
             raise CaptureError("prepare is not legal inside CUDA graph capture; call it before")
         self._adopt(plan)
-        self._behaviour(Phase.DECODE, plan)
+        self._plans.measure(Phase.DECODE, plan)
         tokens, heads = max(1, plan.max_draft), plan.geometry.value_heads
         if plan.max_draft:
-            self._behaviour(Phase.VERIFY, plan)
+            self._plans.measure(Phase.VERIFY, plan)
         self._parameters.reserve(heads * 4, plan.device)
         for name in ("read", "write"):
             self._scratch.reserve(name, (plan.max_batch,), torch.int64, plan.device)
@@ -126,8 +126,8 @@ class FlashInferGatedDeltaRule:
         reasons = list(call_support(self.capabilities, call).reasons)
         if not reasons and isinstance(call, DecodeCall | VerifyCall):
             reasons += step_reasons(call)
-            if not reasons and call.q.shape[0]:
-                refusal = self._mend(call, self._plan_for(call)).refusal
+            if not reasons:
+                refusal = self._plans.mend(call, self._plans.covering(call)).refusal
                 reasons += [] if refusal is None else [refusal]
         elif not reasons and isinstance(call, ExtendCall):
             reasons += extend_reasons(call, self._split)
@@ -135,26 +135,20 @@ class FlashInferGatedDeltaRule:
 
     def decode(self, call: DecodeCall) -> Tensor:
         """One token a row, over the pool by index; see the port."""
-        admitted = self._admit(call)
-        out = _output(call.v, call.out)
-        if admitted.empty:
-            return out
-        gates = _raw(call)
-        step = Step(
-            q=call.q.unsqueeze(1), k=call.k.unsqueeze(1), v=call.v.unsqueeze(1), a=gates.a.unsqueeze(1),
-            b=gates.b.unsqueeze(1), A_log=float32(self._parameters, gates.A_log),
-            dt_bias=float32(self._parameters, gates.dt_bias), scale=admitted.scale, out=out.unsqueeze(1),
-        )  # fmt: skip
-        read, write, step = self._index(call, step, admitted)
-        run_decode(self._kernels, step, call.states, read=read, write=write)
-        if admitted.mend.zero:
-            self._rows.zero_rows(step.out, call.slots)
-        return out
+        known = self._recall(call)
+        return (self._admit_decode(call) if known is None else known).run(call)
+
+    def decode_known(self, call: DecodeCall) -> Tensor | None:
+        """See ``DecodesKnown``: the layout of the latest call."""
+        known = self._latest
+        return known.run(call) if known is not None and known.rows_fit and known.recall(call) else None
 
     def verify(self, call: VerifyCall) -> Tensor:
         """Chains of draft tokens; see the port."""
-        admitted = self._admit(call)
-        out = _output(call.v, call.out)
+        admitted = self._admit_verify(call)
+        out = call.out
+        if out is None:
+            out = torch.empty_like(call.v, memory_format=torch.contiguous_format)
         if admitted.empty:
             return out
         gates = _raw(call)
@@ -162,7 +156,9 @@ class FlashInferGatedDeltaRule:
             q=call.q, k=call.k, v=call.v, a=gates.a, b=gates.b, A_log=float32(self._parameters, gates.A_log),
             dt_bias=float32(self._parameters, gates.dt_bias), scale=admitted.scale, out=out,
         )  # fmt: skip
-        read, _, step = self._index(call, step, admitted)
+        read = call.slots
+        if admitted.mend.index:
+            read, step = self._index(call, step, admitted.mend)
         nodes = self._nodes(call, admitted)
         run_verify(self._kernels, step, call.states, read=read, nodes=nodes)
         if admitted.mend.scratch:
@@ -178,7 +174,7 @@ class FlashInferGatedDeltaRule:
         self._refuse(call)
         if capturing(call.states.device):
             raise CaptureError("FlashInfer's prefill keeps workspaces that move: it cannot be captured")
-        plan = self._adopt(self._plan_for(call))
+        plan = self._adopt(self._plans.covering(call))
         split = split_prefill(self._split, self._platform, call)
         self._branches[Phase.EXTEND] = "sequence split" if split else "one pass"
         return self._prefill.run(call, plan, split)
@@ -199,64 +195,92 @@ class FlashInferGatedDeltaRule:
     def close(self) -> None:
         """Free scratch and copies. Idempotent."""
         self._closed = True
-        self._admitted.clear()
+        self._forget()
         self._scratch.release()
         self._parameters.close()
 
-    def _admit(self, call: StepCall) -> _Admitted:
+    def _recall(self, call: DecodeCall) -> KnownDecode | None:
+        """What is settled about a call that looks like this one; None where it has to be admitted."""
+        latest = self._latest
+        if latest is not None and latest.recall(call):
+            return latest
+        if not self._known:
+            return None
+        key, off = look_at(call)
+        known = None if off else self._known.get(key)
+        if known is not None:
+            known.compare_with(call)
+            self._use(known, recall=True)
+        return known
+
+    def _admit_decode(self, call: DecodeCall) -> KnownDecode:
+        """Check ``call``, and remember its layout where it lies on a device."""
+        key, off = look_at(call)
+        mend, _ = self._settle(call)
+        gates = _raw(call)
+        parameters = Float32(self._parameters, gates.A_log), Float32(self._parameters, gates.dt_bias)
+        scratch = IndexScratch(*self._index_scratch(call, mend, 1)) if mend.index else None
+        known = KnownDecode(call, gates, mend, self._decode, self._rows, parameters, scratch)
+        remembered = call.states.is_cuda and not off
+        if remembered:
+            if len(self._known) >= MAX_ADMITTED:
+                self._known.clear()
+            self._known[key] = known
+        self._use(known, recall=remembered)
+        return known
+
+    def _use(self, known: KnownDecode, recall: bool) -> None:
+        self._latest = known if recall else None
+        self._branches[Phase.DECODE] = known.branch
+
+    def _admit_verify(self, call: VerifyCall) -> _Admitted:
         """Check ``call`` once for each set of shapes; addresses every time."""
         self._open()
-        try:
-            key, off = look_at(call)
-        except AttributeError:  # something is no tensor: the check names it
-            CHECKS[type(call)](call)
-            raise
+        key, off = look_at(call)
         admitted = self._admitted.get(key)
-        if admitted is not None and not off:
-            self._branches[_phase(call)] = admitted.branch
-            return admitted
+        if admitted is None or off:
+            mend, plan = self._settle(call)
+            scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+            admitted = _Admitted(mend, plan, mend.branch, scale, 0 in call.q.shape)
+            if call.states.is_cuda and not off:
+                if len(self._admitted) >= MAX_ADMITTED:
+                    self._admitted.clear()
+                self._admitted[key] = admitted
+        self._branches[Phase.VERIFY] = admitted.branch
+        return admitted
+
+    def _settle(self, call: StepCall) -> tuple[Mend, GdnPlan]:
+        """The detours of ``call`` and the plan that covers it, or the error that it deserves."""
+        self._open()
         CHECKS[type(call)](call)
         self._refuse(call)
         plan = self._cover(call)
         self._refuse(call)  # the plan may have measured what the defaults did not say
-        mend = self._mend(call, plan) if call.q.shape[0] else Mend()
-        scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
-        admitted = _Admitted(mend, plan, mend.branch, scale, 0 in call.q.shape)
-        self._branches[_phase(call)] = admitted.branch
-        if call.states.is_cuda and not off:
-            if len(self._admitted) >= MAX_ADMITTED:
-                self._admitted.clear()
-            self._admitted[key] = admitted
-        return admitted
+        return self._plans.mend(call, plan), plan
 
     def _refuse(self, call: GdnCall) -> None:
         support = self.supports(call)
         if not support:
             raise UnsupportedError(f"{type(call).__name__} for FlashInfer", support.reasons)
 
-    def _mend(self, call: StepCall, plan: GdnPlan) -> Mend:
-        behaviour = self._known_behaviour(_phase(call), plan)
-        if isinstance(call, DecodeCall):
-            return decode_mend(call, plan, behaviour)
-        return verify_mend(call, plan, behaviour)
-
-    def _index(self, call: StepCall, step: Step, admitted: _Admitted) -> tuple[Tensor, Tensor | None, Step]:
-        """Slots to read, slots to write (None: the same) and the step with its gate inputs, one launch or none."""
-        mend = admitted.mend
-        if not mend.index:
-            return call.slots, None, step
-        batch, device = call.slots.shape[0], call.slots.device
-        dtype = torch.int64 if mend.wide else torch.int32
-        read = self._scratch.take("read", (batch,), dtype, device)
-        write = self._scratch.take("write", (batch,), dtype, device)
-        clamped = self._scratch.take("a", tuple(step.a.shape), step.a.dtype, device) if mend.clamp else None
-        writes = call.write_slots if isinstance(call, DecodeCall) else None
+    def _index(self, call: VerifyCall, step: Step, mend: Mend) -> tuple[Tensor, Step]:
+        """Slots to read, and the step with its gate inputs, after one launch."""
+        read, write, clamped = self._index_scratch(call, mend, call.q.shape[1])
         self._rows.index(
-            call.slots, writes, read, write, read_padding=mend.read_padding, write_padding=mend.write_padding,
+            call.slots, None, read, write, read_padding=mend.read_padding, write_padding=mend.write_padding,
             a=step.a, dt_bias=step.dt_bias, clamped=clamped, limit=SOFTPLUS_LIMIT,
         )  # fmt: skip
-        step = step if clamped is None else replace(step, a=clamped)
-        return read, None if writes is None else write, step
+        return read, step if clamped is None else replace(step, a=clamped)
+
+    def _index_scratch(self, call: StepCall, mend: Mend, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Where the index launch writes: read and write slots [B], and gate inputs [B, T, HV] where it limits them."""
+        batch, device, dtype = call.slots.shape[0], call.slots.device, torch.int64 if mend.wide else torch.int32
+        read = self._scratch.take("read", (batch,), dtype, device)
+        write = self._scratch.take("write", (batch,), dtype, device)
+        if not mend.clamp:
+            return read, write, None
+        a = _raw(call).a
+        return read, write, self._scratch.take("a", (batch, tokens, a.shape[-1]), a.dtype, device)
 
     def _nodes(self, call: VerifyCall, admitted: _Admitted) -> Tensor:
         """The dense [B, T, HV, V, K] that the kernel writes: the caller's own rows, or scratch."""
@@ -269,30 +293,10 @@ class FlashInferGatedDeltaRule:
             self._scratch.reserve("nodes", most, call.states.dtype, device)
         return self._scratch.take("nodes", (batch, draft, *state), call.states.dtype, device)
 
-    def _plan_for(self, call: StepCall | ExtendCall) -> GdnPlan:
-        """The plan for such calls where it covers ``call``, or the smallest that covers both."""
-        batch = call.slots.shape[0]
-        tokens = call.v.shape[0] if isinstance(call, ExtendCall) else 0
-        draft = call.q.shape[1] if isinstance(call, VerifyCall) else 0
-        least = GdnPlan(
-            geometry=call_geometry(call), state_dtype=call.states.dtype, device=call.states.device, max_batch=batch,
-            max_tokens=tokens, max_draft=draft, token_dtype=call.q.dtype,
-        )  # fmt: skip
-        plan = self._plans.get(_plan_key(least))
-        if plan is None:
-            return least
-        if batch <= plan.max_batch and tokens <= plan.max_tokens and draft <= plan.max_draft:
-            return plan
-        return replace(
-            plan, max_batch=max(batch, plan.max_batch), max_tokens=max(tokens, plan.max_tokens),
-            max_draft=max(draft, plan.max_draft),
-        )  # fmt: skip
-
     def _cover(self, call: StepCall) -> GdnPlan:
         """A plan that covers ``call``, prepared. Raises ``CaptureError`` where that would have to happen in capture."""
-        plan = self._plan_for(call)
-        known = self._plans.get(_plan_key(plan))
-        if plan != known or _behaviour_key(_phase(call), plan) not in self._measured:
+        plan = self._plans.covering(call)
+        if not self._plans.ready(phase_of(call), plan):
             if capturing(call.states.device):
                 raise CaptureError(
                     f"{type(call).__name__} is beyond the plan: prepare one that covers it, or make the call once "
@@ -302,25 +306,15 @@ class FlashInferGatedDeltaRule:
         return plan
 
     def _adopt(self, plan: GdnPlan) -> GdnPlan:
-        if self._plans.get(_plan_key(plan)) != plan:
-            self._plans[_plan_key(plan)] = plan
-            self._admitted.clear()
+        if self._plans.adopt(plan):
+            self._forget()
         return plan
 
-    def _known_behaviour(self, phase: Phase, plan: GdnPlan) -> Behaviour:
-        known = self._measured.get(_behaviour_key(phase, plan))
-        if known is not None:
-            return known
-        # 0.6.18: the float32 decode skips padding and takes any gate; nothing else does.
-        float32 = plan.state_dtype == torch.float32
-        return Behaviour(skips_padding=float32, finite_softplus=float32 and phase is Phase.DECODE)
-
-    def _behaviour(self, phase: Phase, plan: GdnPlan) -> Behaviour:
-        key = _behaviour_key(phase, plan)
-        if key not in self._measured:
-            measure = measure_decode if phase is Phase.DECODE else measure_verify
-            self._measured[key] = measure(self._kernels, plan)
-        return self._measured[key]
+    def _forget(self) -> None:
+        """What was settled under another plan, or with scratch that is gone, is settled anew."""
+        self._admitted.clear()
+        self._known.clear()
+        self._latest = None
 
     def _open(self) -> None:
         if self._closed:
@@ -332,22 +326,3 @@ def _raw(call: StepCall) -> RawGates:
     if not isinstance(gates, RawGates):
         raise UnsupportedError("FlashInfer", ["gates require raw, got log"])
     return gates
-
-
-def _phase(call: StepCall) -> Phase:
-    return Phase.DECODE if isinstance(call, DecodeCall) else Phase.VERIFY
-
-
-def _behaviour_key(phase: Phase, plan: GdnPlan) -> tuple[object, ...]:
-    """Heads are part of it because measuring also compiles."""
-    dtype = str(plan.state_dtype).removeprefix("torch.")
-    draft = plan.max_draft if phase is Phase.VERIFY else 0
-    return (str(phase), dtype, plan.geometry, plan.token_dtype, plan.device, draft)
-
-
-def _plan_key(plan: GdnPlan) -> tuple[object, ...]:
-    return (plan.geometry, plan.state_dtype, plan.token_dtype, plan.device)
-
-
-def _output(like: Tensor, given: Tensor | None) -> Tensor:
-    return torch.empty_like(like, memory_format=torch.contiguous_format) if given is None else given

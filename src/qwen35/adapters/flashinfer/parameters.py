@@ -21,3 +21,28 @@ def float32(copies: ParameterCopies, source: Tensor) -> Tensor:
         return source.detach() if source.requires_grad else source
     held = copies.held(source, torch.float32)
     return held if held is not None else copies.take(source, capturing(source.device), torch.float32)
+
+
+class Float32:
+    """``float32`` for parameters that all look like one: an address tells them apart."""
+
+    __slots__ = ("_copies", "_held", "_plain")
+
+    def __init__(self, copies: ParameterCopies, like: Tensor) -> None:
+        self._copies, self._plain = copies, like.dtype == torch.float32
+        self._held: dict[int, Tensor] = {}
+
+    def __call__(self, source: Tensor) -> Tensor:
+        """``source`` [HV] or its copy."""
+        address = source.data_ptr()
+        if self._plain and not address % ALIGNMENT:
+            return source.detach() if source.requires_grad else source
+        held = self._held.get(address)
+        return self._take(source, address) if held is None else held
+
+    def _take(self, source: Tensor, address: int) -> Tensor:
+        copy = float32(self._copies, source)
+        filled = self._copies.held(source, torch.float32)
+        if filled is not None:  # a copy retains its source, so the address stays that parameter's
+            self._held[address] = filled
+        return copy

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,13 +28,12 @@ class Step:
     out: Tensor
 
 
-def run_decode(kernels: FlashInferKernels, step: Step, states: Tensor, *, read: Tensor, write: Tensor | None) -> None:
+def run_decode(kernel: Kernel, step: Step, states: Tensor, *, read: Tensor, write: Tensor | None) -> None:
     """T = 1: update the pool in place and fill ``step.out``. ``write`` None: the slots that are read."""
-    kernel = required("decode", kernels.decode)
     kernel(
         q=step.q, k=step.k, v=step.v, state=None, A_log=step.A_log, a=step.a, dt_bias=step.dt_bias, b=step.b,
         scale=step.scale, output=step.out, use_qk_l2norm=True, initial_state=states, initial_state_indices=read,
-        output_state_indices=write, **backend_of(kernels, "decode"),
+        output_state_indices=write,
     )  # fmt: skip
 
 
@@ -57,6 +57,12 @@ def run_verify(kernels: FlashInferKernels, step: Step, states: Tensor, *, read: 
         dt_bias=step.dt_bias, b=step.b, scale=step.scale, output=step.out, intermediate_states_buffer=nodes,
         disable_state_update=True, use_qk_l2norm=True,
     )  # fmt: skip
+
+
+def decode_kernel(kernels: FlashInferKernels) -> Kernel:
+    """FlashInfer's decode as ``run_decode`` and ``KnownDecode`` call it."""
+    kernel, backend = required("decode", kernels.decode), backend_of(kernels, "decode")
+    return partial(kernel, **backend) if backend else kernel
 
 
 def backend_of(kernels: FlashInferKernels, name: str) -> dict[str, str]:

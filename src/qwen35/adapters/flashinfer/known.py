@@ -1,0 +1,122 @@
+"""Decode calls of one layout: what is settled about them once, and the short way that each then goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qwen35.adapters._kernels.rows import RowOperations
+from qwen35.adapters.flashinfer.mends import ALIGNMENT, SOFTPLUS_LIMIT, Mend
+from qwen35.adapters.flashinfer.parameters import Float32
+from qwen35.adapters.flashinfer.release import Kernel
+from qwen35.domain.alignment import misalignment
+from qwen35.ports._layout import LayoutCheck, layout_check
+from qwen35.ports.gdn_calls import DecodeCall, RawGates
+
+_LOW_BITS = ALIGNMENT - 1
+
+
+@dataclass(frozen=True, slots=True)
+class IndexScratch:
+    """Where the index launch writes: slots to read and to write [B], and gate inputs [B, 1, HV] that are limited."""
+
+    read: Tensor
+    write: Tensor
+    clamped: Tensor | None
+
+
+class KnownDecode:
+    """Decode calls that look like ``call``, which was admitted with ``mend``.
+
+    ``recall`` says whether another call does, ``run`` serves one that does, from ``call`` on. ``rows_fit``: rows are as
+    aligned as addresses must be.
+    """
+
+    def __init__(
+        self, call: DecodeCall, gates: RawGates, mend: Mend, kernel: Kernel, rows: RowOperations,
+        parameters: tuple[Float32, Float32], scratch: IndexScratch | None,
+    ) -> None:  # fmt: skip
+        self.mend, self.branch = mend, mend.branch
+        self._kernel, self._rows, self._scratch = kernel, rows, scratch
+        self._A_log, self._dt_bias = parameters
+        self._given_scale = call.scale
+        self._scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
+        self._makes_out, self._writes_read = call.out is None, call.write_slots is None
+        self._dense = call.v.is_contiguous()
+        self._empty, self._one_row = 0 in call.q.shape, call.q.shape[0] == 1
+        tensors = _tensors(call, gates)
+        self.rows_fit = not any(misalignment(t, t.element_size(), ALIGNMENT) for t in tensors)
+        self._same: LayoutCheck = layout_check(tensors)
+
+    def compare_with(self, call: DecodeCall) -> None:
+        """Recall by ``call``, whose layout is the same, from now on: the comparison hangs on the autograd mode."""
+        if isinstance(call.gates, RawGates):
+            self._same = layout_check(_tensors(call, call.gates))
+
+    def recall(self, call: DecodeCall) -> bool:
+        """Whether ``call`` looks like the admitted one, and every address that counts is aligned."""
+        gates, out, write = call.gates, call.out, call.write_slots
+        if type(gates) is not RawGates or (out is None) is not self._makes_out:
+            return False
+        if (write is None) is not self._writes_read or call.scale != self._given_scale:
+            return False
+        q, k, v, states, slots, a, b = call.q, call.k, call.v, call.states, call.slots, gates.a, gates.b
+        if out is None and write is None:
+            if not self._same(q, k, v, states, slots, a, b, gates.A_log, gates.dt_bias):
+                return False
+            joined = 0
+        elif not self._same(*_tensors(call, gates)):
+            return False
+        else:
+            joined = (0 if out is None else out.data_ptr()) | (0 if write is None else write.data_ptr())
+        joined |= q.data_ptr() | k.data_ptr() | v.data_ptr() | states.data_ptr() | slots.data_ptr()
+        return not (joined | a.data_ptr() | b.data_ptr()) & _LOW_BITS
+
+    def run(self, call: DecodeCall) -> Tensor:
+        """Serve ``call``; returns out [B, HV, V]. Mutates the written slots and ``call.out``."""
+        v, out = call.v, call.out
+        gates: Any = call.gates  # raw, as those of the admitted call
+        if out is None:
+            out = torch.empty_like(v) if self._dense else torch.empty_like(v, memory_format=torch.contiguous_format)
+        if self._empty:
+            return out
+        A_log, dt_bias = self._A_log(gates.A_log), self._dt_bias(gates.dt_bias)
+        if self._one_row:  # the same tensors, made in less time
+            q, k, v, a, b, rows = call.q[None], call.k[None], v[None], gates.a[None], gates.b[None], out[None]
+        else:
+            q, k, v = call.q.unsqueeze(1), call.k.unsqueeze(1), v.unsqueeze(1)
+            a, b, rows = gates.a.unsqueeze(1), gates.b.unsqueeze(1), out.unsqueeze(1)
+        read, write = call.slots, None
+        if self._scratch is not None:
+            a, read, write = self._index(call, a, dt_bias, self._scratch)
+        self._kernel(
+            q=q, k=k, v=v, state=None, A_log=A_log, a=a, dt_bias=dt_bias, b=b, scale=self._scale, output=rows,
+            use_qk_l2norm=True, initial_state=call.states, initial_state_indices=read, output_state_indices=write,
+        )  # fmt: skip
+        if self.mend.zero:
+            self._rows.zero_rows(rows, call.slots)
+        return out
+
+    def _index(
+        self, call: DecodeCall, a: Tensor, dt_bias: Tensor, scratch: IndexScratch
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Gate inputs, slots to read and slots to write (None: the same) after one launch."""
+        mend, clamped = self.mend, scratch.clamped
+        self._rows.index(
+            call.slots, call.write_slots, scratch.read, scratch.write, read_padding=mend.read_padding,
+            write_padding=mend.write_padding, a=a, dt_bias=dt_bias, clamped=clamped, limit=SOFTPLUS_LIMIT,
+        )  # fmt: skip
+        return a if clamped is None else clamped, scratch.read, None if call.write_slots is None else scratch.write
+
+
+def _tensors(call: DecodeCall, gates: RawGates) -> tuple[Tensor, ...]:
+    """Every tensor of ``call``; those that may be missing last."""
+    some: tuple[Tensor, ...] = (
+        call.q, call.k, call.v, call.states, call.slots, gates.a, gates.b, gates.A_log, gates.dt_bias,
+    )  # fmt: skip
+    if call.out is not None:
+        some += (call.out,)
+    return some if call.write_slots is None else (*some, call.write_slots)

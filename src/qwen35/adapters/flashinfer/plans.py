@@ -1,0 +1,95 @@
+"""The plans that calls are decided under, and what was measured of this release's kernels for each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from types import MappingProxyType
+
+import torch
+
+from qwen35.adapters.flashinfer.admission import StepCall, phase_of
+from qwen35.adapters.flashinfer.behaviour import measure_decode, measure_verify
+from qwen35.adapters.flashinfer.mends import Behaviour, Mend, decode_mend, verify_mend
+from qwen35.adapters.flashinfer.release import FlashInferKernels
+from qwen35.domain.capabilities import Phase
+from qwen35.ports.gdn_calls import DecodeCall, ExtendCall, GdnPlan, VerifyCall
+from qwen35.ports.gdn_checks import call_geometry
+
+
+class Plans:
+    """One plan for each geometry, pair of dtypes and device."""
+
+    def __init__(self, kernels: FlashInferKernels) -> None:
+        self._kernels = kernels
+        self._plans: dict[tuple[object, ...], GdnPlan] = {}
+        self._measured: dict[tuple[object, ...], Behaviour] = {}
+
+    @property
+    def behaviours(self) -> Mapping[str, Behaviour]:
+        """What was measured, by phase and state dtype."""
+        return MappingProxyType({f"{key[0]}, {key[1]}": found for key, found in self._measured.items()})
+
+    def adopt(self, plan: GdnPlan) -> bool:
+        """Make ``plan`` the one for its kind of calls; whether it was not."""
+        changed = self._plans.get(_plan_key(plan)) != plan
+        self._plans[_plan_key(plan)] = plan
+        return changed
+
+    def covering(self, call: StepCall | ExtendCall) -> GdnPlan:
+        """The plan for such calls where it covers ``call``, or the smallest that covers both."""
+        batch = call.slots.shape[0]
+        tokens = call.v.shape[0] if isinstance(call, ExtendCall) else 0
+        draft = call.q.shape[1] if isinstance(call, VerifyCall) else 0
+        least = GdnPlan(
+            geometry=call_geometry(call), state_dtype=call.states.dtype, device=call.states.device, max_batch=batch,
+            max_tokens=tokens, max_draft=draft, token_dtype=call.q.dtype,
+        )  # fmt: skip
+        plan = self._plans.get(_plan_key(least))
+        if plan is None:
+            return least
+        if batch <= plan.max_batch and tokens <= plan.max_tokens and draft <= plan.max_draft:
+            return plan
+        return replace(
+            plan, max_batch=max(batch, plan.max_batch), max_tokens=max(tokens, plan.max_tokens),
+            max_draft=max(draft, plan.max_draft),
+        )  # fmt: skip
+
+    def ready(self, phase: Phase, plan: GdnPlan) -> bool:
+        """Whether ``plan`` was adopted and its kernels of ``phase`` were measured."""
+        return plan == self._plans.get(_plan_key(plan)) and _behaviour_key(phase, plan) in self._measured
+
+    def measure(self, phase: Phase, plan: GdnPlan) -> None:
+        """Run the kernels of ``phase`` once, which also compiles them, unless that was done."""
+        key = _behaviour_key(phase, plan)
+        if key not in self._measured:
+            measure = measure_decode if phase is Phase.DECODE else measure_verify
+            self._measured[key] = measure(self._kernels, plan)
+
+    def mend(self, call: StepCall, plan: GdnPlan) -> Mend:
+        """The detours of ``call`` under ``plan``; one without rows takes none."""
+        if not call.q.shape[0]:
+            return Mend()
+        behaviour = self._behaviour(phase_of(call), plan)
+        if isinstance(call, DecodeCall):
+            return decode_mend(call, plan, behaviour)
+        return verify_mend(call, plan, behaviour)
+
+    def _behaviour(self, phase: Phase, plan: GdnPlan) -> Behaviour:
+        known = self._measured.get(_behaviour_key(phase, plan))
+        if known is not None:
+            return known
+        # 0.6.18: the float32 decode skips padding and takes any gate; nothing else does.
+        float32 = plan.state_dtype == torch.float32
+        return Behaviour(skips_padding=float32, finite_softplus=float32 and phase is Phase.DECODE)
+
+
+def _behaviour_key(phase: Phase, plan: GdnPlan) -> tuple[object, ...]:
+    """Heads are part of it because measuring also compiles."""
+    dtype = str(plan.state_dtype).removeprefix("torch.")
+    draft = plan.max_draft if phase is Phase.VERIFY else 0
+    return (str(phase), dtype, plan.geometry, plan.token_dtype, plan.device, draft)
+
+
+def _plan_key(plan: GdnPlan) -> tuple[object, ...]:
+    return (plan.geometry, plan.state_dtype, plan.token_dtype, plan.device)
