@@ -6,6 +6,7 @@ import argparse
 import json
 import random
 import shlex
+import shutil
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -106,8 +107,10 @@ def where_and_when() -> dict[str, Any]:
     """What every result says of its making. The GPU's name is asked of the driver: an engine owns the GPU."""
     from qwen35.testing.machine import versions
 
-    asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
-    names = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
+    names = ["CPU"]
+    if shutil.which("nvidia-smi"):
+        asked = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split("\n")
     return {
         "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(["python", *sys.argv]),
         "device": names[0], "versions": versions(),
