@@ -33,24 +33,42 @@ def leading(first: list[list[int]], second: list[list[int]]) -> list[int]:
 
 def compare(args: argparse.Namespace) -> None:
     """Every run against the first, its own batch against its own single requests, and what else it recorded."""
-    runs = [json.loads(Path(path).read_text()) for path in args.results]
-    first = runs[0]
-    rows = [compared(first, run) for run in runs]
-    for row in rows:
+    made = document([json.loads(Path(path).read_text()) for path in args.results])
+    for row in made["rows"]:
         say(json.dumps({name: value for name, value in row.items() if name in SHOWN}))
     if args.out:
-        said = {name: first[name] for name in ("created", "device", "versions")}
-        document = {"kind": "engines", "against": first["tag"], **said, "rows": rows}
-        Path(args.out).write_text(json.dumps(document, indent=1) + "\n")
+        Path(args.out).write_text(json.dumps(made, indent=1) + "\n")
 
 
-SHOWN = ("tag", "prompt_logprobs", "noise", "equal_leading_ids", "throughput_ratio", "stress")
+SHOWN = (
+    "tag", "prompt_logprobs", "noise", "equal_leading_ids", "same_ids", "second_pass", "cached_tokens", "after_update",
+    "throughput_ratio", "stress", "accepted", "divergences",
+)  # fmt: skip
+
+
+def document(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """A row a run, each against the first. Engine arguments that all share stand apart from the rows."""
+    first = runs[0]
+    engines = [run["engine"] for run in runs if "engine" in run]
+    common = {
+        name: value for name, value in (engines[0] if engines else {}).items()
+        if all(other.get(name) == value for other in engines)
+    }  # fmt: skip
+    rows = [compared(first, run) for run in runs]
+    for row in rows:
+        if "engine" in row:
+            row["engine"] = {name: value for name, value in row["engine"].items() if name not in common}
+    return {
+        "kind": "engines", "against": first["tag"], **{name: first[name] for name in ("created", "device", "versions")},
+        "engine": common, "rows": rows,
+    }  # fmt: skip
 
 
 def compared(first: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """One row: what ``run`` was, how far it is from ``first``, and its own figures."""
     kept = (
         "tag", "command", "plugin", "settings", "engine", "start_s", "bench", "stress", "kernels_by_rank", "counters",
+        "accepted",
     )  # fmt: skip
     row: dict[str, Any] = {name: run[name] for name in kept if name in run}
     row["prompt_logprobs"] = difference(first["prompt_logprobs"], run["prompt_logprobs"])
@@ -58,8 +76,27 @@ def compared(first: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         row["noise"] = difference(run["prompt_logprobs"], run["prompt_logprobs_batch"])
     if "output_ids" in first and "output_ids" in run:
         row["equal_leading_ids"] = leading(first["output_ids"], run["output_ids"])
+        row["same_ids"] = first["output_ids"] == run["output_ids"]
     if "bench" in first and "bench" in run:
         row["throughput_ratio"] = {name: round(run["bench"][name] / value, 3) for name, value in first["bench"].items()}
+    if "prompt_logprobs_second" in run:
+        row["second_pass"] = difference(run["prompt_logprobs"], run["prompt_logprobs_second"])
+        row["second_pass_against_first_run"] = difference(first["prompt_logprobs"], run["prompt_logprobs_second"])
+        row["cached_tokens"] = {name: sum(found) for name, found in run["cached_tokens"].items()}
     if "after_update" in run:
-        row["update_moved_prompt_logprobs"] = difference(run["prompt_logprobs"], run["after_update"]["prompt_logprobs"])
+        row["after_update"] = updated(first, run)
+    found = [value for name, value in run.get("counters", {}).items() if name.startswith("qwen35_shadow_divergences")]
+    if any(setting.startswith("gdn_shadow=") for setting in run.get("settings", ())):
+        row["divergences"] = int(sum(found))
     return row
+
+
+def updated(first: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
+    """After a weight update: how far from the old weights' results, and from ``first``, a cold engine of the new."""
+    after = run["after_update"]
+    apart = difference(first["prompt_logprobs"], after["prompt_logprobs"])
+    return {
+        "moved": difference(run["prompt_logprobs"], after["prompt_logprobs"]), "from_cold": apart,
+        "equal_to_cold": apart["max"] == 0.0 and first["output_ids"] == after["output_ids"],
+        "equal_leading_ids": leading(first["output_ids"], after["output_ids"]),
+    }  # fmt: skip

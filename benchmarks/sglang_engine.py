@@ -7,7 +7,8 @@
     python benchmarks/sglang_engine.py compare truth.json off.json triton.json --out engine.json
 
 ``run`` makes one engine (one process a run): ``--set`` are our settings, ``--engine`` SGLang's arguments as key=value
-(JSON values). The plugin is found by its entry point: installed, or as tools/make_dist_info.py says.
+(JSON values). The plugin is found by its entry point: installed, or as tools/make_dist_info.py says. engine_suite.py
+runs several engines and compares them.
 
 Two GPUs, a checkpoint with weights (SGLang leaves the norms' 1 + weight at one where weights are dummies):
 
@@ -22,20 +23,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gzip
 import json
 import os
 import random
 import statistics
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from engine_compare import compare, say
+from engine_extras import bring_extras
 from engine_model import make_model, prompts, truth, vocabulary_of, where_and_when
+from engine_observed import counters, profile
+from engine_recorder import CALLS, DIRECTORY
+from engine_shared import shared
 
 #: NCCL and torch use no NVLink multicast. SGLang: its own all-reduce is off below, and never name mnnvl or auto.
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -64,11 +67,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 def run(args: argparse.Namespace) -> None:
     """One engine, everything that was asked of it, one JSON file."""
-    os.environ.update(MULTICAST_OFF)
-    os.environ["QWEN35_SGLANG_PLUGIN"] = args.plugin
-    for pair in args.set:
-        name, _, value = pair.partition("=")
-        os.environ[f"QWEN35_{name.upper()}"] = value
+    set_environment(args)
     import sglang
 
     arguments = engine_arguments(args)
@@ -79,9 +78,11 @@ def run(args: argparse.Namespace) -> None:
         "start_s": time.perf_counter() - began, **where_and_when(),
     }  # fmt: skip
     try:
-        result |= generated(engine, args)
+        result |= shared(engine, args) if args.shared else generated(engine, args)
         if args.then_load:
-            engine.update_weights_from_disk(args.then_load)
+            updated, said, *_ = engine.update_weights_from_disk(args.then_load)
+            if not updated:
+                raise RuntimeError(f"SGLang did not load {args.then_load}: {said}")
             result["after_update"] = generated(engine, args)
         if args.stress:
             result["stress"] = engine.loop.run_until_complete(stress(engine, args))
@@ -96,6 +97,22 @@ def run(args: argparse.Namespace) -> None:
         engine.shutdown()
     Path(args.out).write_text(json.dumps(result, indent=1))
     say(json.dumps({name: result[name] for name in ("tag", "start_s", "counters")}, indent=1))
+
+
+def set_environment(args: argparse.Namespace) -> None:
+    """Before SGLang is imported: its processes inherit all of it."""
+    os.environ.update(MULTICAST_OFF)
+    if args.plugin == "absent":
+        os.environ["SGLANG_PLUGINS"] = "none"
+    else:
+        os.environ["QWEN35_SGLANG_PLUGIN"] = args.plugin
+    for pair in args.set:
+        name, _, value = pair.partition("=")
+        os.environ[f"QWEN35_{name.upper()}"] = value
+    if args.record:
+        os.environ |= {DIRECTORY: str(Path(args.record).resolve()), CALLS: str(args.record_calls)}
+    if args.record or args.extras:
+        bring_extras(Path(tempfile.mkdtemp(prefix="qwen35-extras-")))
 
 
 def generated(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
@@ -114,6 +131,16 @@ def generated(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
         "prompt_logprobs_batch": logprobs(batch, "input_token_logprobs"),
         "output_logprobs": logprobs(single, "output_token_logprobs"),
         "output_ids": [one["output_ids"] for one in single], "output_ids_batch": [one["output_ids"] for one in batch],
+        "accepted": accepted([*single, *batch]),
+    }  # fmt: skip
+
+
+def accepted(outputs: list[Any]) -> dict[str, int]:
+    """Speculative decoding: verified drafts, and the tokens that they gave."""
+    said = [one["meta_info"] for one in outputs if one["meta_info"].get("spec_verify_ct")]
+    return {
+        "verify_calls": sum(one["spec_verify_ct"] for one in said),
+        "tokens": sum(one["completion_tokens"] for one in said),
     }  # fmt: skip
 
 
@@ -168,49 +195,6 @@ def bench(engine: Any, args: argparse.Namespace) -> dict[str, float]:
     return found
 
 
-def profile(engine: Any, args: argparse.Namespace, ranks: int) -> dict[str, dict[str, dict[str, int]]]:
-    """Names and launches of the kernels of a batch on each rank, those inside replayed CUDA graphs apart."""
-    with tempfile.TemporaryDirectory() as folder:
-        engine.start_profile(output_dir=folder, activities=["GPU"])
-        params = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
-        engine.generate(input_ids=prompts(vocabulary_of(args.model)), sampling_params=params)
-        engine.stop_profile()
-        deadline = time.monotonic() + 60
-        while len(traces := list(Path(folder).rglob("*.trace.json.gz"))) < ranks and time.monotonic() < deadline:
-            time.sleep(0.5)
-        time.sleep(2)  # until the writers are done
-        return {rank_of(trace.name): launches(trace) for trace in sorted(traces)}
-
-
-def rank_of(trace: str) -> str:
-    """ "TP-0" of a trace's file name."""
-    return f"TP-{trace.partition('-TP-')[2].partition('.')[0].partition('-')[0] or '0'}"
-
-
-def launches(trace: Path) -> dict[str, dict[str, int]]:
-    """Kernels by name in one rank's trace, most often launched first."""
-    names: dict[str, Counter[str]] = {"graph": Counter(), "eager": Counter()}
-    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
-        if event.get("cat") == "kernel":
-            where = "graph" if event.get("args", {}).get("graph node id") else "eager"
-            names[where][event["name"]] += 1
-    return {where: dict(found.most_common()) for where, found in names.items()}
-
-
-def counters() -> dict[str, float]:
-    """Our counters, as SGLang's metrics endpoint would show them."""
-    from prometheus_client import CollectorRegistry
-    from prometheus_client.multiprocess import MultiProcessCollector
-
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=os.environ["PROMETHEUS_MULTIPROC_DIR"])
-    return {
-        f"{sample.name} " + " ".join(f"{k}={v}" for k, v in sorted(sample.labels.items()) if v): sample.value
-        for metric in registry.collect() for sample in metric.samples
-        if sample.name.startswith("qwen35_") and sample.name.endswith("_total")
-    }  # fmt: skip
-
-
 def parser() -> argparse.ArgumentParser:
     whole = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = whole.add_subparsers(required=True)
@@ -236,13 +220,18 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("model")
     one.add_argument("--out", required=True)
     one.add_argument("--tag", default="")
-    one.add_argument("--plugin", choices=("on", "off"), default="on")
+    one.add_argument("--plugin", choices=("on", "off", "absent"), default="on",
+                     help="off: loaded, and does nothing; absent: SGLang loads no plugin at all")  # fmt: skip
     one.add_argument("--set", nargs="*", default=[], metavar="SETTING=VALUE")
     one.add_argument("--engine", nargs="*", default=[], metavar="ARGUMENT=VALUE")
     one.add_argument("--new", type=int, default=16)
     one.add_argument("--batch", type=int, default=8, help="largest batch, and largest captured graph")
     one.add_argument("--context", type=int, default=2048)
     one.add_argument("--then-load", default="", metavar="DIR", help="update the weights from DIR and generate again")
+    one.add_argument("--shared", action="store_true", help="prompts with shared prefixes, asked twice and in a batch")
+    one.add_argument("--record", default="", metavar="DIR", help="record the first GDN calls; needs eager decode")
+    one.add_argument("--record-calls", type=int, default=8, help="of each layer and phase")
+    one.add_argument("--extras", action="store_true", help="bring the adapter 'wrong'")
     one.add_argument("--stress", type=int, default=0, metavar="REQUESTS")
     one.add_argument("--bench", action="store_true")
     one.add_argument("--profile", action="store_true")

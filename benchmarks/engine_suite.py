@@ -1,0 +1,229 @@
+"""Runs a suite of engines one after another, or one on each GPU, and compares them.
+
+    python benchmarks/engine_suite.py small --out DIR [--gpus 2] [--only off,triton] [--budget 580] [--list]
+
+Suites: small, radix, refresh, shadow, defaults, throughput, fusion (two GPUs), spec, parity; engine_suites.py has
+what they run. DIR gets a result and a log of each engine, and the documents ``engine_NAME.json`` that are to be
+committed. An engine that fails or takes longer than its limit is recorded in them and stops no other. Results that
+are there already are not made again, so a suite that was cut off, or that --budget ended, goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import queue
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine_compare import SHOWN, document, say
+from engine_model import where_and_when
+from engine_suites import MODELS, SUITES, Engine, Suite
+
+HERE = Path(os.path.relpath(Path(__file__).parent))
+ENGINE_SCRIPT = str(HERE / "sglang_engine.py")
+#: Making a model, transformers' answer, and scripts that read recordings.
+OTHER_LIMIT_S = 240
+FIRST_PORT, PORT_STEP = 31_000, 1_000
+LOG_TAIL = 12
+#: No process is begun with less time left.
+LEAST_S = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One process: its command, its log, the GPUs that it sees (None: as inherited) and how long it may take."""
+
+    name: str
+    command: tuple[str, ...]
+    log: Path
+    limit_s: float
+    gpus: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """``out`` for results, logs and documents; ``work`` for models and recordings."""
+
+    suite: str
+    out: Path
+    work: Path
+
+    def result(self, name: str) -> Path:
+        """Where the result of an engine is."""
+        return self.out / f"{self.suite}-{name}.json"
+
+    def filled(self, text: str) -> str:
+        """``text`` with its places filled in."""
+        text = re.sub(r"{model:(\w+)}", lambda match: str(self.work / match[1]), text)
+        return text.replace("{work}", str(self.work)).replace("{out}", str(self.out))
+
+    def step(self, name: str, *command: str, limit_s: float = OTHER_LIMIT_S, gpus: str | None = None) -> Step:
+        """A process of this suite."""
+        log = self.out / f"{self.suite}-{name}.log"
+        return Step(name, (sys.executable, *map(self.filled, command)), log, limit_s, gpus)
+
+
+def run_step(step: Step, deadline: float = math.inf) -> dict[str, Any] | None:
+    """Run it; None where it went well, else what is to be recorded.
+
+    A step that is late, or still there at ``deadline`` (of time.monotonic), is ended with its children.
+    """
+    limit = min(step.limit_s, deadline - time.monotonic())
+    said = {"name": step.name, "command": shlex.join(["python", *step.command[1:]])}
+    if deadline - time.monotonic() < LEAST_S:
+        say(f"{step.name}: not begun, the budget is spent")
+        return {**said, "why": "the budget was spent", "log": []}
+    environment = dict(os.environ, PYTHONUNBUFFERED="1")
+    if step.gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = step.gpus
+    began, late = time.monotonic(), False
+    with step.log.open("w") as log:
+        process = subprocess.Popen(step.command, stdout=log, stderr=log, env=environment, start_new_session=True)
+        try:
+            process.wait(limit)
+        except subprocess.TimeoutExpired:
+            late = True
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    took = time.monotonic() - began
+    say(f"{step.name}: {'cut off' if late else f'exit {process.returncode}'} after {took:.0f} s")
+    if process.returncode == 0:
+        return None
+    why = f"longer than {limit:.0f} s" if late else f"exit status {process.returncode}"
+    tail = step.log.read_text(errors="replace").splitlines()[-LOG_TAIL:]
+    say("\n".join(f"    {line[:200]}" for line in tail))
+    return {**said, "why": why, "log": tail}
+
+
+def engine_step(places: Places, engine: Engine, gpus: str, port: int) -> Step:
+    """``run`` for one engine."""
+    settings = ("--set", *engine.settings) if engine.settings else ()
+    return places.step(
+        engine.name, ENGINE_SCRIPT, "run", f"{{model:{engine.model}}}", "--out", str(places.result(engine.name)),
+        "--tag", engine.name, "--plugin", engine.plugin, *settings, "--engine", *engine.engine, f"port={port}",
+        *engine.flags, limit_s=engine.limit_s, gpus=gpus,
+    )  # fmt: skip
+
+
+def preparations(places: Places, suite: Suite, engines: Sequence[Engine]) -> list[Step]:
+    """The models that are not there yet, and transformers' answer."""
+    named = {engine.model for engine in engines}
+    named |= {name for engine in engines for name in re.findall(r"{model:(\w+)}", " ".join(engine.flags))}
+    steps = [
+        places.step(f"model-{name}", ENGINE_SCRIPT, "make-model", f"{{model:{name}}}", *MODELS[name])
+        for name in sorted(named) if not (places.work / name / "config.json").is_file()
+    ]  # fmt: skip
+    if suite.truth and not places.result("truth").is_file():
+        out = str(places.result("truth"))
+        steps.append(places.step("truth", ENGINE_SCRIPT, "truth", "{model:small}", "--out", out))
+    return steps
+
+
+def engine_steps(places: Places, engines: Sequence[Engine], slots: Sequence[str]) -> list[Step]:
+    """As ``--list`` shows them: GPUs in turn."""
+    return [
+        engine_step(places, engine, slots[i % len(slots)], FIRST_PORT + PORT_STEP * (i % len(slots)))
+        for i, engine in enumerate(engines)
+    ]
+
+
+def run_engines(
+    places: Places, engines: Sequence[Engine], slots: Sequence[str], deadline: float
+) -> list[dict[str, Any]]:
+    """All of them, one at a time in each slot of GPUs; what failed."""
+    free: queue.Queue[int] = queue.Queue()
+    for slot in range(len(slots)):
+        free.put(slot)
+
+    def one(engine: Engine) -> dict[str, Any] | None:
+        slot = free.get()
+        try:
+            return run_step(engine_step(places, engine, slots[slot], FIRST_PORT + PORT_STEP * slot), deadline)
+        finally:
+            free.put(slot)
+
+    with ThreadPoolExecutor(len(slots)) as pool:
+        return [failure for failure in pool.map(one, engines) if failure is not None]
+
+
+def gpu_slots(suite: Suite, gpus: Sequence[str]) -> list[str]:
+    """What CUDA_VISIBLE_DEVICES is for engines that run at the same time. Raises ``SystemExit`` for too few GPUs."""
+    each = max(engine.gpus for engine in suite.engines)
+    if len(gpus) < each:
+        raise SystemExit(f"this suite requires {each} GPUs for one engine, got --gpus {len(gpus)}")
+    slots = [",".join(gpus[i : i + each]) for i in range(0, len(gpus) - each + 1, each)]
+    return slots[:1] if suite.alone else slots
+
+
+def write_documents(places: Places, suite: Suite, failures: list[dict[str, Any]]) -> None:
+    """Compare the results that are there; those that are missing are named."""
+    for name, members in suite.documents.items():
+        runs = [json.loads(path.read_text()) for member in members if (path := places.result(member)).is_file()]
+        missing = [member for member in members if not places.result(member).is_file()]
+        whole = {**where_and_when(), "suite": places.suite, "missing": missing, "failures": failures}
+        if runs and members[0] not in missing:
+            made = document(runs)
+            for row in made["rows"]:
+                say(json.dumps({key: value for key, value in row.items() if key in SHOWN}))
+            whole = (
+                made
+                | {"suite_command": whole["command"]}
+                | {key: whole[key] for key in ("suite", "missing", "failures")}
+            )
+        (places.out / f"engine_{name}.json").write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one suite; 1 where anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "qwen35-engines")
+    parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--only", default="", help="engines by name, separated by commas")
+    parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="for everything together")
+    parser.add_argument("--again", action="store_true", help="also engines whose results are there")
+    parser.add_argument("--list", action="store_true", help="say the commands and run nothing")
+    args = parser.parse_args(arguments)
+    suite, places = SUITES[args.suite], Places(args.suite, args.out, args.work)
+    slots = gpu_slots(suite, visible(args.gpus))
+    names = set(args.only.split(",")) if args.only else {engine.name for engine in suite.engines}
+    if unknown := names - {engine.name for engine in suite.engines}:
+        raise SystemExit(f"suite {args.suite} has no engine {', '.join(sorted(unknown))}")
+    engines = [e for e in suite.engines if e.name in names and (args.again or not places.result(e.name).is_file())]
+    before = preparations(places, suite, engines)
+    after = [places.step(script[0].removesuffix(".py"), str(HERE / script[0]), *script[1:]) for script in suite.scripts]
+    if args.list:
+        say("\n".join(shlex.join(step.command) for step in (*before, *engine_steps(places, engines, slots), *after)))
+        return 0
+    deadline = time.monotonic() + args.budget
+    for folder in (places.out, places.work):
+        folder.mkdir(parents=True, exist_ok=True)
+    failures = [failure for step in before if (failure := run_step(step, deadline)) is not None]
+    failures += run_engines(places, engines, slots, deadline)
+    failures += [failure for step in after if (failure := run_step(step, deadline)) is not None]
+    write_documents(places, suite, failures)
+    return 1 if failures else 0
+
+
+def visible(count: int) -> list[str]:
+    """The first ``count`` GPUs of those that this process may use."""
+    allowed = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return (allowed.split(",") if allowed else [str(i) for i in range(count)])[:count]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,157 @@
+"""Which engines are run and compared, suite by suite; engine_suite.py runs them.
+
+An engine's result is ``SUITE-ENGINE.json``, a document ``engine_NAME.json``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+#: How each model is made, as arguments of ``sglang_engine.py make-model``. With all experts chosen and these weights no
+#: token is near a choice of experts, so log-probabilities of two right engines are near each other.
+NEAR = ("--top-k", "8", "--scale", "0.03")
+MODELS = {
+    "small": NEAR, "other": (*NEAR, "--seed", "1"),
+    "heavy": ("--geometry", "35B-A3B", "--layers", "8", "--config-only"),
+}  # fmt: skip
+EAGER = ("disable_decode_cuda_graph=true",)
+TRITON = ("gdn_decode=triton", "gdn_extend=triton")
+FLASHINFER = ("gdn_decode=flashinfer", "gdn_extend=flashinfer")
+MIXED = ("gdn_decode=triton", "gdn_extend=flashinfer")
+BENCH = ("--bench", "--batch", "64", "--context", "9216")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Engine:
+    """One run: ``settings`` are ours, ``engine`` SGLang's arguments, ``flags`` those of ``run``. Cut off after
+    ``limit_s``. ``{model:NAME}`` stands for a model's directory and ``{work}`` for the folder beside them."""
+
+    name: str
+    model: str = "small"
+    plugin: str = "on"
+    settings: tuple[str, ...] = ()
+    engine: tuple[str, ...] = ()
+    flags: tuple[str, ...] = ()
+    gpus: int = 1
+    limit_s: int = 300
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """``documents``: by name, engines that are compared with the first of them. ``truth``: transformers answers too, as
+    the engine "truth". ``alone``: one engine at a time, since it is timed. ``scripts``: run at the end."""
+
+    engines: tuple[Engine, ...]
+    documents: Mapping[str, tuple[str, ...]]
+    truth: bool = False
+    alone: bool = False
+    scripts: tuple[tuple[str, ...], ...] = field(default=())
+
+
+def _all(*engines: Engine) -> tuple[str, ...]:
+    return tuple(engine.name for engine in engines)
+
+
+_SMALL = (
+    Engine(name="off", plugin="off", flags=("--profile",)),
+    Engine(name="triton", settings=TRITON, flags=("--profile",)),
+    Engine(name="flashinfer", settings=FLASHINFER, flags=("--profile",)),
+    Engine(name="mixed", settings=MIXED, flags=("--stress", "200")),
+    Engine(name="triton_eager", settings=TRITON, engine=EAGER),
+    Engine(name="off_eager", plugin="off", engine=EAGER),
+)
+_ON = ("disable_radix_cache=false",)
+_RADIX = (
+    Engine(name="off_no_cache", plugin="off", flags=("--shared",)),
+    Engine(name="off_cache", plugin="off", engine=_ON, flags=("--shared",)),
+    Engine(name="triton_no_cache", settings=TRITON, flags=("--shared",)),
+    Engine(name="triton_cache", settings=TRITON, engine=_ON, flags=("--shared",)),
+    Engine(name="flashinfer_cache", settings=FLASHINFER, engine=_ON, flags=("--shared",)),
+    Engine(name="triton_no_buffer", settings=TRITON, flags=("--shared",),
+           engine=(*_ON, "mamba_radix_cache_strategy=no_buffer")),
+)  # fmt: skip
+_LOAD = ("--then-load", "{model:other}")
+_REFRESH = tuple(
+    engine for name, settings in (("triton", TRITON), ("flashinfer", FLASHINFER)) for engine in (
+        Engine(name=f"{name}_cold", model="other", settings=settings),
+        Engine(name=f"{name}_updated", settings=settings, flags=_LOAD),
+    )
+)  # fmt: skip
+_SHADOW = (
+    Engine(name="triton", settings=TRITON, engine=EAGER),
+    Engine(name="triton_again", settings=TRITON, engine=EAGER),
+    Engine(name="shadowed_by_wrong", settings=(*TRITON, "gdn_shadow=wrong:1"), engine=EAGER, flags=("--extras",)),
+    Engine(name="shadowed_by_flashinfer", settings=(*TRITON, "gdn_shadow=flashinfer:1"), engine=EAGER),
+)
+_DEFAULTS = (
+    Engine(name="absent", plugin="absent", flags=BENCH), Engine(name="defaults", flags=BENCH),
+    Engine(name="absent_again", plugin="absent", flags=BENCH),
+)  # fmt: skip
+_FI_DECODE, _FI_PREFILL = "linear_attn_decode_backend=flashinfer", "linear_attn_prefill_backend=flashinfer"
+_THROUGHPUT = (
+    Engine(name="sglang_triton", model="heavy", plugin="absent", flags=BENCH),
+    Engine(name="sglang_flashinfer_decode", model="heavy", plugin="absent", engine=(_FI_DECODE,), flags=BENCH),
+    Engine(name="sglang_flashinfer_prefill", model="heavy", plugin="absent", engine=(_FI_PREFILL,), flags=BENCH),
+    Engine(name="triton", model="heavy", settings=TRITON, flags=BENCH),
+    Engine(name="mixed", model="heavy", settings=MIXED, flags=BENCH),
+)
+_UNFUSED = "enforce_disable_flashinfer_allreduce_fusion=true"
+_FUSION = (
+    Engine(name="unfused", plugin="off", engine=("tp_size=2", _UNFUSED), gpus=2, flags=("--profile", "--bench")),
+    Engine(name="triton", settings=("finalize=triton",), engine=("tp_size=2", _UNFUSED), gpus=2,
+           flags=("--profile", "--bench")),
+    Engine(name="sglang_ipc", plugin="off", engine=("tp_size=2", "flashinfer_allreduce_fusion_backend=trtllm"), gpus=2,
+           flags=("--profile", "--bench"), limit_s=480),
+)  # fmt: skip
+#: Trees of twelve nodes, at most four to a level; drafts come from what was generated before, so prompts asked again
+#: are accepted nearly whole.
+_NGRAM = ("speculative_algorithm=NGRAM", "speculative_num_draft_tokens=12", "speculative_ngram_max_bfs_breadth=4")
+#: Chains of four by a draft model of dummy weights, of which next to nothing is accepted.
+_NEXTN = (
+    "speculative_algorithm=NEXTN", "speculative_draft_model_path={model:small}", "speculative_draft_load_format=dummy",
+    "speculative_num_steps=3", "speculative_eagle_topk=1", "speculative_num_draft_tokens=4",
+)  # fmt: skip
+_ALL_TRITON = (*TRITON, "gdn_verify=triton")
+_SPEC = (
+    Engine(name="plain", plugin="off"),
+    Engine(name="ngram_off", plugin="off", engine=_NGRAM),
+    Engine(name="ngram_triton", settings=_ALL_TRITON, engine=_NGRAM, flags=("--profile",)),
+    Engine(name="nextn_off", plugin="off", engine=_NEXTN),
+    Engine(name="nextn_triton", settings=_ALL_TRITON, engine=_NEXTN),
+    Engine(name="nextn_flashinfer", settings=(*FLASHINFER, "gdn_verify=flashinfer"), engine=_NEXTN),
+)
+_PARITY = tuple(
+    Engine(name=name, plugin=plugin, settings=settings, engine=EAGER, flags=("--record", f"{{work}}/recorded-{name}"))
+    for name, plugin, settings in (("off", "off", ()), ("flashinfer", "on", FLASHINFER), ("triton", "on", TRITON))
+)
+
+SUITES = {
+    "small": Suite(
+        engines=_SMALL, truth=True, documents={
+            "truth": ("truth", *_all(*_SMALL)), "small": _all(*_SMALL),
+            "small_eager": ("off_eager", "off", "triton_eager", "triton"),
+        },
+    ),
+    "radix": Suite(engines=_RADIX, documents={"radix": _all(*_RADIX)}),
+    "refresh": Suite(
+        engines=_REFRESH,
+        documents={f"refresh_{name}": (f"{name}_cold", f"{name}_updated") for name in ("triton", "flashinfer")},
+    ),
+    "shadow": Suite(engines=_SHADOW, documents={"shadow": _all(*_SHADOW)}),
+    "defaults": Suite(engines=_DEFAULTS, documents={"defaults": _all(*_DEFAULTS)}, alone=True),
+    "throughput": Suite(
+        engines=_THROUGHPUT, alone=True, documents={
+            "throughput": _all(*_THROUGHPUT),
+            "throughput_against_flashinfer": ("sglang_flashinfer_decode", "triton", "mixed"),
+        },
+    ),
+    "fusion": Suite(engines=_FUSION, documents={"fusion": _all(*_FUSION)}, alone=True),
+    "spec": Suite(engines=_SPEC, documents={"spec": _all(*_SPEC)}),
+    "parity": Suite(
+        engines=_PARITY, documents={"parity_runs": _all(*_PARITY)}, scripts=((
+            "engine_parity.py", *(f"{{work}}/recorded-{name}" for name in _all(*_PARITY)), "--out",
+            "{out}/engine_parity.json",
+        ),),
+    ),
+}  # fmt: skip

@@ -1,0 +1,112 @@
+"""The driver records what fails and goes on; its documents say how engines compare."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine_suite
+from engine_compare import document
+from engine_suites import MODELS, SUITES, Engine, Suite
+
+
+def result(tag: str, logprobs: list[float], ids: list[int], **more: Any) -> dict[str, Any]:
+    """An engine's result, as sglang_engine.py writes it."""
+    return {
+        "tag": tag, "created": "2026-01-01", "device": "CPU", "versions": {}, "prompt_logprobs": [logprobs],
+        "prompt_logprobs_batch": [logprobs], "output_ids": [ids], "settings": [], "engine": {"port": tag, "dtype": "x"},
+        "counters": {}, **more,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_document_names_engines_of_its_suite_and_every_model_can_be_made(name: str) -> None:
+    suite = SUITES[name]
+    names = {engine.name for engine in suite.engines} | ({"truth"} if suite.truth else set())
+    assert {member for members in suite.documents.values() for member in members} <= names
+    assert {engine.model for engine in suite.engines} <= set(MODELS)
+    assert len(names) == len(suite.engines) + suite.truth
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_commands_are_ones_that_the_engine_script_takes(name: str, tmp_path: Path) -> None:
+    import sglang_engine
+
+    places = engine_suite.Places(name, tmp_path, tmp_path)
+    for step in engine_suite.engine_steps(places, SUITES[name].engines, ["0"]):
+        known = sglang_engine.parser().parse_args(step.command[2:])
+        assert known.model.startswith(str(tmp_path))
+        assert not any("{" in word for word in step.command)
+
+
+def test_a_step_that_fails_or_is_late_is_recorded_with_its_log(tmp_path: Path) -> None:
+    def step(code: str, limit: float = 20.0) -> engine_suite.Step:
+        return engine_suite.Step("one", (sys.executable, "-c", code), tmp_path / "log", limit)
+
+    assert engine_suite.run_step(step("pass")) is None
+    failed = engine_suite.run_step(step("raise SystemExit('no such kernel')"))
+    assert failed is not None
+    assert failed["why"] == "exit status 1"
+    assert failed["log"] == ["no such kernel"]
+    began = time.monotonic()
+    late = engine_suite.run_step(step("import time; time.sleep(60)", limit=0.5))
+    assert late is not None
+    assert "longer than" in late["why"]
+    assert time.monotonic() - began < 20
+    spent = engine_suite.run_step(step("pass"), deadline=time.monotonic())
+    assert spent is not None
+    assert spent["why"] == "the budget was spent"
+
+
+def test_documents_name_what_is_missing_and_what_failed(tmp_path: Path) -> None:
+    suite = Suite(engines=(Engine(name="a"), Engine(name="b"), Engine(name="c")), documents={"all": ("a", "b", "c")})
+    places = engine_suite.Places("made_up", tmp_path, tmp_path)
+    for tag, value in (("a", -1.0), ("b", -1.5)):
+        places.result(tag).write_text(json.dumps(result(tag, [value], [1, 2])))
+    engine_suite.write_documents(places, suite, [{"name": "c", "why": "exit status 1"}])
+    said = json.loads((tmp_path / "engine_all.json").read_text())
+    assert said["missing"] == ["c"]
+    assert said["failures"][0]["name"] == "c"
+    assert [row["prompt_logprobs"]["max"] for row in said["rows"]] == [0.0, 0.5]
+    assert said["engine"] == {"dtype": "x"}, "arguments that all share stand apart"
+
+
+def test_a_weight_update_is_compared_with_the_cold_engine() -> None:
+    new = {"prompt_logprobs": [[-2.0]], "output_ids": [[7]]}
+    cold, equal = result("cold", [-2.0], [7]), result("updated", [-1.0], [5], after_update=new)
+    stale = result("stale", [-1.0], [5], after_update={"prompt_logprobs": [[-1.0]], "output_ids": [[5]]})
+    _, first, second = document([cold, equal, stale])["rows"]
+    assert first["after_update"]["equal_to_cold"] is True
+    assert first["after_update"]["moved"]["max"] == 1.0
+    assert second["after_update"]["equal_to_cold"] is False
+    assert second["after_update"]["from_cold"]["max"] == 1.0
+
+
+def test_divergences_and_unchanged_ids_of_a_shadowed_engine_are_said() -> None:
+    counted = {"qwen35_shadow_divergences_total phase=decode what=out": 3.0, "qwen35_calls_total phase=decode": 9.0,
+               "qwen35_shadow_divergences_total phase=extend what=out": 4.0}  # fmt: skip
+    runs = [result("a", [-1.0], [1]), result("b", [-1.0], [1], settings=["gdn_shadow=wrong:1"], counters=counted)]
+    plain, shadowed = document(runs)["rows"]
+    assert shadowed["divergences"] == 7
+    assert shadowed["same_ids"] is True
+    assert "divergences" not in plain
+
+
+def test_a_second_pass_is_compared_with_the_first_and_the_cache_is_counted() -> None:
+    more = {"prompt_logprobs_second": [[-1.25]], "cached_tokens": {"first": [0, 64], "second": [128, 128]}}
+    (row,) = document([result("a", [-1.0], [1], **more)])["rows"]
+    assert row["second_pass"]["max"] == 0.25
+    assert row["cached_tokens"] == {"first": 64, "second": 256}
+
+
+def test_a_suite_that_needs_two_gpus_says_so() -> None:
+    with pytest.raises(SystemExit, match="requires 2 GPUs"):
+        engine_suite.gpu_slots(SUITES["fusion"], ["0"])
+    assert engine_suite.gpu_slots(SUITES["fusion"], ["0", "1"]) == ["0,1"]
+    assert engine_suite.gpu_slots(SUITES["radix"], ["0", "1"]) == ["0", "1"]
+    assert engine_suite.gpu_slots(SUITES["throughput"], ["0", "1"]) == ["0"], "timed engines run alone"
