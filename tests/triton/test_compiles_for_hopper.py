@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from qwen35.ports.gated_delta_rule import (
     CommitCall,
     DecodeCall,
     ExtendCall,
+    LogGates,
     RawGates,
     VerifyCall,
 )
@@ -43,7 +45,10 @@ MOST_ACROSS = 65_535
 
 
 class HopperWithoutDevice:
-    """Stands in for Triton's driver: says what to compile for, loads nothing and launches nothing."""
+    """Stands in for Triton's driver: says what to compile for, loads nothing and launches nothing.
+
+    ``launched``: which of the ``loaded`` kernels, counted from one, with which arguments.
+    """
 
     utils: HopperWithoutDevice
 
@@ -51,6 +56,7 @@ class HopperWithoutDevice:
         self.utils = self
         self.loaded: list[str] = []
         self.grids: dict[str, tuple[int, int, int]] = {}
+        self.launched: list[tuple[int, tuple[object, ...]]] = []
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -66,11 +72,12 @@ class HopperWithoutDevice:
 
     def load_binary(self, name: str, *_: object) -> tuple[int, int, int, int, int]:
         self.loaded.append(name)
-        return 0, 0, 0, 0, 1024
+        return 0, len(self.loaded), 0, 0, 1024
 
     def launcher_cls(self, _source: object, metadata: Any) -> Callable[..., None]:
-        def launch(x: int, y: int, z: int, *_: object) -> None:
+        def launch(x: int, y: int, z: int, _stream: int, function: int, *rest: object) -> None:
             self.grids[metadata.name] = x, y, z
+            self.launched.append((function, rest[4:]))  # after two kinds of metadata and two hooks
 
         return launch
 
@@ -113,6 +120,40 @@ def test_decode_compiles(hopper: HopperWithoutDevice, state_dtype: torch.dtype) 
     config = gdn_config.decode_config(128, 128, state_dtype.itemsize)
     gdn_decode.launch_decode(call, torch.empty_like(call.v), config)
     assert hopper.loaded == ["decode_kernel"]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_decode_that_comes_again_is_launched_with_the_same_arguments(
+    hopper: HopperWithoutDevice, raw: bool, writes: bool
+) -> None:
+    """Triton looks for the kernel once; where an address is another multiple of 16 or none, it looks again."""
+    call = DecodeCall(**tokens(128, 128, torch.bfloat16, 1), **pool(128, 128, torch.float32), scale=0.25)
+    if not raw:
+        call = replace(call, gates=LogGates(g=torch.zeros(1, HEADS), beta=torch.zeros(1, HEADS)))
+    if writes:
+        call = replace(call, write_slots=torch.zeros(1, dtype=torch.int32))
+    off = replace(call, q=torch.zeros(KEY_HEADS * 128 + 4, dtype=torch.bfloat16)[4:].view(call.q.shape))
+    out = torch.empty_like(call.v)
+    launch = gdn_decode.DecodeLaunch(call, gdn_config.decode_config(128, 128, 4), (HEADS * 128, 128))
+    for made in (off, call, call, off, replace(call, k=call.k.clone()), off):
+        launch(made, out)
+    assert hopper.loaded == ["decode_kernel"] * 2
+    assert [function for function, _ in hopper.launched] == [1, 2, 2, 1, 2, 1]
+    (_, first), (_, again) = hopper.launched[1:3]
+    assert len(first) == len(again)
+    assert all(a is b if isinstance(a, torch.Tensor) else a == b for a, b in zip(first, again, strict=True))
+    named = dict(zip(gdn_decode.decode_kernel.arg_names, again, strict=True))
+    config = gdn_config.decode_config(128, 128, 4)
+    expected = {
+        "scale": 0.25, "q_row": KEY_HEADS * 128, "q_head": 128, "v_row": HEADS * 128, "gate_row": HEADS,
+        "out_row": HEADS * 128, "out_head": 128, "slot_stride": HEADS * 128 * 128, "HV": HEADS,
+        "RATIO": HEADS // KEY_HEADS, "K": 128, "V": 128, "INNER": config.inner, "PIECES": 128 // config.inner,
+        "BLOCK_V": config.block_v, "RAW": raw, "READ_ONCE": config.read_once, "WRITE_ONCE": config.write_once,
+    }  # fmt: skip
+    assert {name: named[name] for name in expected} == expected
+    for name, tensor in (("q", call.q), ("states", call.states), ("out", out), ("write_slots", call.write_slots)):
+        assert named[name] is tensor
 
 
 @pytest.mark.parametrize("tree", [False, True])

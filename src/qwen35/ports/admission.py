@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qwen35.domain.capabilities import Support
 from qwen35.domain.errors import UnsupportedError
+from qwen35.ports._layout import LayoutCheck, layout_check
 from qwen35.ports.conv_calls import ConvCommitCall, ConvDecodeCall, ConvExtendCall, ConvVerifyCall
 from qwen35.ports.conv_checks import (
     check_conv_commit,
@@ -46,43 +47,97 @@ class Admission:
     Raises ``ContractError`` or ``UnsupportedError`` before anything is written. On a device, a decode, verify or commit
     whose layout was admitted before is admitted by a look-up; extends, and calls whose index values the host can see
     (CPU tensors), are checked each time. ``supports`` may depend on nothing but layouts, dtypes, devices and ``scale``.
-    ``cover`` then makes sure that a plan covers the call, or raises; plans may only widen.
+    ``cover`` then makes sure that a plan covers the call, or raises; plans may only widen. ``settle`` makes what calls
+    of one layout share, which each of them gets back.
     """
 
     def __init__(
-        self, what: str, supports: Callable[[Any], Support], cover: Callable[[Any], None] = lambda _: None
-    ) -> None:
-        self._what, self._supports, self._cover = what, supports, cover
-        self._known: set[tuple[object, ...]] = set()
+        self, what: str, supports: Callable[[Any], Support], cover: Callable[[Any], None] = lambda _: None,
+        settle: Callable[[Any], Any] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self._what, self._supports, self._cover, self._settle = what, supports, cover, settle
+        self._known: dict[tuple[object, ...], _Known] = {}
+        self._latest: dict[type, _Known] = {}
 
-    def __call__(self, call: Any) -> None:
+    def __call__(self, call: Any) -> Any:
         """Admit ``call``, or raise."""
+        latest = self._latest.get(type(call))
+        if latest is not None and latest.recall(call):
+            return latest.settled
         try:
             layout = _layout(call)
         except AttributeError:  # something is no tensor: the check names it
             CHECKS[type(call)](call)
             raise
-        if layout is not None and layout in self._known:
-            return
+        known = None if layout is None else self._known.get(layout)
+        if known is not None:
+            known.compare_with(call)
+            self._latest[type(call)] = known
+            return known.settled
         CHECKS[type(call)](call)
         support = self._supports(call)
         if not support:
             raise UnsupportedError(f"{type(call).__name__} for {self._what}", support.reasons)
         self._cover(call)
+        settled = self._settle(call)
         if layout is not None:
             if len(self._known) >= MAX_LAYOUTS:
                 self._known.clear()
-            self._known.add(layout)
+            self._known[layout] = self._latest[type(call)] = _Known(call, settled)
+        return settled
+
+
+class _Known:
+    """One layout that was admitted, and what was ``settled`` about it."""
+
+    __slots__ = ("_missing", "_present", "_same", "_setting", "_value", "settled")
+
+    def __init__(self, call: Any, settled: Any) -> None:
+        kind, self.settled = type(call), settled
+        names = _NAMES[kind]
+        self._missing = tuple(name for name in names if getattr(call, name) is None)
+        present = [name for name in names if name not in self._missing]
+        if kind in _GATED:
+            present += _LOG_NAMES if isinstance(call.gates, LogGates) else _RAW_NAMES
+        self._present: Callable[[Any], tuple[Tensor, ...]] = attrgetter(*present)
+        self._setting = attrgetter(_SETTING[kind])
+        self._value = self._setting(call)
+        self.compare_with(call)
+
+    def compare_with(self, call: Any) -> None:
+        """Recall by ``call``, whose layout is the same, from now on: the comparison hangs on the autograd mode."""
+        self._same: LayoutCheck = layout_check(self._present(call))
+
+    def recall(self, call: Any) -> bool:
+        """Whether ``call`` certainly has this layout."""
+        try:
+            tensors = self._present(call)
+        except AttributeError:  # gates of the other kind, or something that the check has to name
+            return False
+        for name in self._missing:
+            if getattr(call, name) is not None:
+                return False
+        return self._same(*tensors) and bool(self._setting(call) == self._value)
 
 
 #: The tensors of a kind of call that is admitted by its layout, those that may be missing last.
-_TENSORS: Mapping[type, Callable[[Any], tuple[Tensor | None, ...]]] = {
-    DecodeCall: attrgetter("q", "k", "v", "states", "slots", "write_slots", "out"),
-    VerifyCall: attrgetter("q", "k", "v", "states", "slots", "intermediates", "rows", "parents", "out"),
-    CommitCall: attrgetter("states", "slots", "intermediates", "last", "rows"),
-    ConvDecodeCall: attrgetter("x", "weight", "windows", "slots", "bias", "write_slots", "out"),
+_NAMES: Mapping[type, tuple[str, ...]] = {
+    DecodeCall: ("q", "k", "v", "states", "slots", "write_slots", "out"),
+    VerifyCall: ("q", "k", "v", "states", "slots", "intermediates", "rows", "parents", "out"),
+    CommitCall: ("states", "slots", "intermediates", "last", "rows"),
+    ConvDecodeCall: ("x", "weight", "windows", "slots", "bias", "write_slots", "out"),
 }
-_RAW, _LOG = attrgetter("a", "b", "A_log", "dt_bias"), attrgetter("g", "beta")
+#: What else tells one of them from another: a number, a word, and for commit nothing.
+_SETTING: Mapping[type, str] = {
+    DecodeCall: "scale", VerifyCall: "scale", CommitCall: "__class__", ConvDecodeCall: "activation",
+}  # fmt: skip
+_GATED = (DecodeCall, VerifyCall)
+_RAW_NAMES = ("gates.a", "gates.b", "gates.A_log", "gates.dt_bias")
+_LOG_NAMES = ("gates.g", "gates.beta")
+_TENSORS: Mapping[type, Callable[[Any], tuple[Tensor | None, ...]]] = {
+    kind: attrgetter(*names) for kind, names in _NAMES.items()
+}
+_RAW, _LOG = attrgetter(*_RAW_NAMES), attrgetter(*_LOG_NAMES)
 
 
 def _layout(call: Any) -> tuple[object, ...] | None:
@@ -91,12 +146,10 @@ def _layout(call: Any) -> tuple[object, ...] | None:
     if kind not in _TENSORS or (call.windows if kind is ConvDecodeCall else call.states).is_cpu:
         return None
     tensors = _TENSORS[kind](call)
-    key: list[object] = [kind]
-    if kind is ConvDecodeCall:
-        key.append(call.activation)
-    elif kind is not CommitCall:
-        key.append(call.scale)
-        tensors += _LOG(call.gates) if isinstance(call.gates, LogGates) else _RAW(call.gates)
+    key: list[object] = [kind, attrgetter(_SETTING[kind])(call)]
+    if kind in _GATED:
+        key.append(type(call.gates))
+        tensors += _LOG(call) if isinstance(call.gates, LogGates) else _RAW(call)
     for tensor in tensors:
         if tensor is None:
             key.append(None)

@@ -48,7 +48,8 @@ class KnownDecode:
         self._dense = call.v.is_contiguous()
         self._empty, self._one_row = 0 in call.q.shape, call.q.shape[0] == 1
         tensors = _tensors(call, gates)
-        self.rows_fit = not any(misalignment(t, t.element_size(), ALIGNMENT) for t in tensors)
+        aligned = [t for t in tensors if t is not gates.A_log and t is not gates.dt_bias]  # of those, copies are made
+        self.rows_fit = not any(misalignment(t, t.element_size(), ALIGNMENT) for t in aligned)
         self._same: LayoutCheck = layout_check(tensors)
 
     def compare_with(self, call: DecodeCall) -> None:

@@ -27,6 +27,7 @@ from qwen35.ports.support import call_support, dtype_name, plan_support
 
 if TYPE_CHECKING:
     from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig
+    from qwen35.adapters.triton.kernels.gdn_decode import DecodeLaunch
 
 #: A row of the state must fit one program's registers.
 MAX_KEY_WIDTH = 256
@@ -63,7 +64,7 @@ class TritonGatedDeltaRule:
         self._scratch = gdn_scratch.ScratchBuffer()
         self._plans: dict[tuple[object, ...], GdnPlan] = {}
         self._closed = False
-        self._admit = Admission("the Triton gated delta rule", self.supports, self._cover)
+        self._admit = Admission("the Triton gated delta rule", self.supports, self._cover, self._settle)
         steps = Precision(products="float32")
         self.capabilities = Capabilities(
             token_dtypes=frozenset({"float32", "bfloat16", "float16"}),
@@ -127,10 +128,10 @@ class TritonGatedDeltaRule:
     def decode(self, call: DecodeCall) -> Tensor:
         """One token a row; returns out [B, HV, V]. Mutates the written slots and ``call.out``."""
         self._require_open()
-        self._admit(call)
+        launch = self._admit(call)
         out = _output(call.v, call.out)
-        if call.q.shape[0]:
-            self._decode.launch_decode(call, out, self._tile(call))
+        if launch is not None:
+            launch(call, out)
         return out
 
     def extend(self, call: ExtendCall) -> ExtendResult:
@@ -199,6 +200,14 @@ class TritonGatedDeltaRule:
     def _tile(self, call: DecodeCall | VerifyCall) -> DecodeConfig:
         config = self._config.decode_config if isinstance(call, DecodeCall) else self._config.verify_config
         return config(call.q.shape[-1], call.v.shape[-1], call.states.element_size())
+
+    def _settle(self, call: GdnCall) -> DecodeLaunch | None:
+        """What decode calls of one layout share; None where there is nothing to launch."""
+        if not isinstance(call, DecodeCall) or not call.q.shape[0]:
+            return None
+        heads, width = call.v.shape[1:]
+        strides = (heads * width, width) if call.out is None else (call.out.stride(0), call.out.stride(1))
+        return self._decode.DecodeLaunch(call, self._tile(call), strides)
 
     def _planned(self, call: DecodeCall | ExtendCall | VerifyCall) -> GdnPlan:
         """The plan for calls of this kind: one that was admitted has it."""

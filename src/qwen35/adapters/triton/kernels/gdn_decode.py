@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from qwen35.adapters.triton.kernels.gdn_common import delta_step, load_gates, load_pieces, rounded, store_pieces
 from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig, power_of_two
@@ -58,18 +62,54 @@ def decode_kernel(
     )  # fmt: skip
 
 
+class DecodeLaunch:
+    """What launches of calls that look like ``call``, which has at least one row, have in common. ``out_strides``: of
+    rows and heads of their outputs.
+
+    Triton finds the compiled kernel anew by every argument of every launch, which takes it longer than the launch. Of
+    what it looks at, calls of one layout differ in nothing but the addresses, and in these it asks only whether they
+    are multiples of 16 bytes; so the kernel that it found for aligned ones is kept, and launched for aligned ones.
+    """
+
+    __slots__ = ("_compiled", "_constants", "_grid", "_options", "_raw", "_scalars")
+
+    def __init__(self, call: DecodeCall, config: DecodeConfig, out_strides: tuple[int, int]) -> None:
+        batch, heads, value_width = call.v.shape
+        key_heads, key_width = call.q.shape[1:]
+        gate, beta, _, _, self._raw = gate_arguments(call.gates)
+        self._grid = batch * heads * -(-value_width // config.block_v), 1, 1
+        self._scalars = (
+            scale_of(call.scale, key_width), *call.q.stride()[:2], *call.k.stride()[:2], *call.v.stride()[:2],
+            gate.stride(0), beta.stride(0), *out_strides, call.states.stride(0),
+        )  # fmt: skip
+        #: HV, RATIO, K, V, PIECES, INNER, BLOCK_V, RAW, READ_ONCE, WRITE_ONCE
+        self._constants = (
+            heads, heads // key_heads, key_width, value_width, power_of_two(key_width) // config.inner, config.inner,
+            config.block_v, self._raw, config.read_once, config.write_once,
+        )  # fmt: skip
+        self._options = {"num_warps": config.num_warps, "num_stages": 1}
+        self._compiled: Callable[..., None] | None = None
+
+    def __call__(self, call: DecodeCall, out: Tensor) -> None:
+        """Launch ``call``; writes ``out`` [B, HV, V] and the pool."""
+        gates: Any = call.gates
+        gate, beta, A_log, dt_bias = (
+            (gates.a, gates.b, gates.A_log, gates.dt_bias) if self._raw else (gates.g, gates.beta, None, None)
+        )
+        q, k, v, states = call.q, call.k, call.v, call.states
+        arguments = (
+            q, k, v, gate, beta, A_log, dt_bias, states, call.slots, call.write_slots, out, *self._scalars,
+            *self._constants,
+        )  # fmt: skip
+        aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | states.data_ptr() | out.data_ptr()) & 15
+        if aligned and self._compiled is not None:
+            self._compiled(*arguments)
+            return
+        kernel = decode_kernel[self._grid](*arguments, **self._options)
+        if aligned and isinstance(kernel, CompiledKernel):
+            self._compiled = kernel[self._grid]
+
+
 def launch_decode(call: DecodeCall, out: Tensor, config: DecodeConfig) -> None:
     """Launch ``call``, which has at least one row; writes ``out`` [B, HV, V] and the pool."""
-    batch, heads, value_width = call.v.shape
-    key_heads, key_width = call.q.shape[1:]
-    gate, beta, A_log, dt_bias, raw = gate_arguments(call.gates)
-    grid = (batch * heads * -(-value_width // config.block_v),)
-    decode_kernel[grid](
-        call.q, call.k, call.v, gate, beta, A_log, dt_bias, call.states, call.slots, call.write_slots, out,
-        scale_of(call.scale, key_width),
-        call.q.stride(0), call.q.stride(1), call.k.stride(0), call.k.stride(1), call.v.stride(0), call.v.stride(1),
-        gate.stride(0), beta.stride(0), out.stride(0), out.stride(1), call.states.stride(0),
-        HV=heads, RATIO=heads // key_heads, K=key_width, V=value_width, PIECES=power_of_two(key_width) // config.inner,
-        INNER=config.inner, BLOCK_V=config.block_v, RAW=raw, READ_ONCE=config.read_once,
-        WRITE_ONCE=config.write_once, num_warps=config.num_warps, num_stages=1,
-    )  # fmt: skip
+    DecodeLaunch(call, config, (out.stride(0), out.stride(1)))(call, out)

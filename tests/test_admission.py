@@ -1,0 +1,152 @@
+"""An admission looks closely once for each layout, and tells every other layout from those that it knows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from elsewhere import Elsewhere, elsewhere
+from qwen35.domain.capabilities import Support
+from qwen35.domain.errors import ContractError, DeviceError, DtypeError, ShapeError, UnsupportedError
+from qwen35.ports.admission import Admission
+from qwen35.ports.gated_delta_rule import CommitCall, DecodeCall, LogGates, RawGates, VerifyCall
+from qwen35.ports.short_convolution import ConvDecodeCall
+
+H, HV, K, V, N = 1, 2, 8, 4, 6
+
+
+def gates(*lead: int) -> RawGates:
+    return RawGates(a=torch.randn(*lead, HV), b=torch.randn(*lead, HV), A_log=torch.randn(HV), dt_bias=torch.randn(HV))
+
+
+def tokens(*lead: int) -> dict[str, Any]:
+    return {
+        "q": torch.randn(*lead, H, K), "k": torch.randn(*lead, H, K), "v": torch.randn(*lead, HV, V),
+        "gates": gates(*lead), "states": torch.randn(N, HV, V, K), "slots": torch.arange(lead[0], dtype=torch.int32),
+    }  # fmt: skip
+
+
+def decode(batch: int = 2) -> Any:
+    return elsewhere(DecodeCall(**tokens(batch)))
+
+
+def verify() -> Any:
+    return elsewhere(VerifyCall(**tokens(2, 3), intermediates=torch.randn(2, 3, HV, V, K)))
+
+
+def commit() -> Any:
+    made = verify()
+    return CommitCall(states=made.states, slots=made.slots, intermediates=made.intermediates, last=made.slots.clone())
+
+
+def conv_decode() -> Any:
+    windows = torch.randn(N, 5, 3).as_subclass(Elsewhere)
+    slots = torch.arange(2, dtype=torch.int32)
+    return ConvDecodeCall(x=torch.randn(2, 5), weight=torch.randn(5, 4), windows=windows, slots=slots)
+
+
+class Desk:
+    """An admission and how often it had to look closely."""
+
+    def __init__(self) -> None:
+        self.looks, self.settled, self.answer = 0, 0, Support.of()
+        self.admit = Admission("the desk", self._supports, settle=self._settle)
+
+    def _supports(self, _: Any) -> Support:
+        self.looks += 1
+        return self.answer
+
+    def _settle(self, _: Any) -> int:
+        self.settled += 1
+        return self.settled
+
+
+@pytest.mark.parametrize("make", [decode, verify, commit, conv_decode])
+def test_a_layout_is_looked_at_once(make: Callable[[], Any]) -> None:
+    desk = Desk()
+    assert [desk.admit(make()) for _ in range(3)] == [1, 1, 1]
+    assert desk.looks == 1
+
+
+def test_layouts_take_turns_and_keep_what_was_settled() -> None:
+    desk = Desk()
+    calls = [decode(2), decode(3), verify(), commit(), replace(decode(2), scale=0.5)]
+    calls.append(replace(decode(2), gates=LogGates(g=torch.zeros(2, HV), beta=torch.zeros(2, HV))))
+    calls.append(replace(decode(2), out=torch.empty(2, HV, V)))
+    calls.append(elsewhere(replace(decode(2), write_slots=torch.arange(2, 4))))
+    first = [desk.admit(call) for call in calls]
+    assert first == list(range(1, 9))
+    assert [desk.admit(call) for call in calls] == first
+    assert [desk.admit(call) for call in reversed(calls)] == first[::-1]
+    assert desk.looks == len(calls)
+
+
+def test_a_call_whose_values_the_host_sees_is_looked_at_each_time() -> None:
+    desk = Desk()
+    for _ in range(2):
+        desk.admit(DecodeCall(**tokens(2)))
+    assert desk.looks == 2
+
+
+def test_what_is_not_supported_is_not_remembered() -> None:
+    desk = Desk()
+    desk.answer = Support.of("no")
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="DecodeCall for the desk: no"):
+            desk.admit(decode())
+    assert (desk.looks, desk.settled) == (2, 0)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_another_autograd_mode_is_the_same_layout(mode: Callable[[], Any]) -> None:
+    desk, call = Desk(), decode()
+    desk.admit(call)
+    with mode():
+        desk.admit(call)
+        desk.admit(decode())
+    assert desk.looks == 1
+
+
+BAD: list[tuple[str, Any, type[ContractError]]] = [
+    ("q", lambda t: t.to("meta"), DeviceError), ("q", lambda t: t.double(), DtypeError),
+    ("k", lambda t: t[..., :4], ShapeError), ("v", lambda t: t.half(), DtypeError),
+    ("v", lambda t: torch.stack([t, t], -1)[..., 0], ContractError), ("v", lambda t: t.tolist(), ContractError),
+    ("states", lambda t: t.transpose(2, 3), ContractError), ("states", lambda t: t.half(), DtypeError),
+    ("slots", lambda t: t.float(), DtypeError), ("slots", lambda t: t.to("meta"), DeviceError),
+    ("out", lambda _: torch.empty(2, HV, V + 1), ShapeError), ("scale", lambda _: float("nan"), ContractError),
+    ("write_slots", lambda _: torch.zeros(3, dtype=torch.int32), ShapeError),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "error"), BAD)
+def test_what_a_check_refuses_is_refused_after_the_layout_was_seen(
+    name: str, change: Any, error: type[ContractError]
+) -> None:
+    desk, call = Desk(), decode()
+    desk.admit(call)
+    with pytest.raises(error, match=name):
+        desk.admit(replace(call, **{name: change(getattr(call, name))}))
+    assert desk.admit(call) == 1
+
+
+@pytest.mark.parametrize("name", ["a", "b", "A_log", "dt_bias"])
+def test_gates_are_looked_at_as_closely(name: str) -> None:
+    desk, call = Desk(), decode()
+    desk.admit(call)
+    for change, error in ((lambda t: t[..., :1], ShapeError), (lambda t: t.to("meta"), DeviceError)):
+        bad = replace(call.gates, **{name: change(getattr(call.gates, name))})
+        with pytest.raises(error, match=name):
+            desk.admit(replace(call, gates=bad))
+    with pytest.raises(ContractError):
+        desk.admit(replace(call, gates=None))
+
+
+def test_another_activation_is_another_layout() -> None:
+    desk = Desk()
+    assert desk.admit(conv_decode()) == 1
+    assert desk.admit(replace(conv_decode(), activation=None)) == 2
+    assert desk.admit(conv_decode()) == 1
