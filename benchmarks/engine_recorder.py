@@ -48,7 +48,7 @@ class Recorder:
         """GDNKernelDispatcher.packed_decode, which may overwrite its input."""
         heads, width, states = given["num_v_heads"], given["head_v_dim"], given["ssm_states"]
         keys = (mixed_qkv.shape[-1] - heads * width) // 2
-        q, k, v = mixed_qkv.split([keys, keys, heads * width], dim=-1)
+        q, k, v = torch.split(mixed_qkv, [keys, keys, heads * width], dim=-1)
         q, k = (x.unflatten(-1, (-1, states.shape[-1])) for x in (q, k))
         tokens = {"q": q, "k": k, "v": v.unflatten(-1, (heads, width))}
         return self._around(
