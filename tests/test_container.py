@@ -135,6 +135,23 @@ def test_closing_closes_each_adapter_once() -> None:
     assert mine.closed == 1
 
 
+def test_the_service_can_do_what_every_chosen_adapter_can_do() -> None:
+    one = FakeGatedDeltaRule(1.0, deviations={Clause.PRECISION: "beta is rounded"})
+    two = FakeGatedDeltaRule(2.0, deviations={Clause.ORDER: "sorted inside"})
+    one.capabilities = replace(one.capabilities, key_widths=frozenset({64, 128}), trees=True, byte_alignment=1)
+    two.capabilities = replace(
+        two.capabilities, key_widths=frozenset({128, 256}), state_dtypes=frozenset({"float32"}), checkpoints=True,
+        min_compute_capability=(9, 0), byte_alignment=32,
+    )  # fmt: skip
+    entries = [fake_entry("one", one), fake_entry("two", two)]
+    container = qwen35.build(device="cpu", adapters=entries, gdn_decode="one", gdn_extend="two", gdn_verify="one")
+    can = container.gated_delta_rule().capabilities
+    assert (can.key_widths, can.state_dtypes) == ({128}, {"float32"})
+    assert (can.byte_alignment, can.min_compute_capability) == (32, (9, 0))
+    assert (can.trees, can.checkpoints) == (True, True), "trees are of verify, checkpoints of extend"
+    assert can.deviations == {Clause.PRECISION: "beta is rounded", Clause.ORDER: "sorted inside"}
+
+
 def test_counters_count_under_threads() -> None:
     counters = Counters()
     threads = [

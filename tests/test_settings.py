@@ -99,6 +99,12 @@ def test_settings_made_directly_refuse_alike(tmp_path: Path) -> None:
         Settings()
 
 
+def test_a_bad_dtype_is_shown_with_the_allowed_ones_in_one_sentence() -> None:
+    allowed = "Input should be 'auto', 'float32', 'bfloat16' or 'float16'"
+    with pytest.raises(ConfigurationError, match=f"^settings: dtype = 'int4': {allowed}$"):
+        Settings(dtype="int4")
+
+
 @pytest.mark.parametrize("base", ["triton", {"gdn_decode": "triton"}, Settings])
 def test_a_base_must_be_settings(base: Any) -> None:
     with pytest.raises(ConfigurationError, match=r"settings must be Settings, got .*build\(gdn_decode="):

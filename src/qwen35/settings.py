@@ -22,7 +22,7 @@ from qwen35.domain.errors import ConfigurationError, UnknownNameError
 
 ENVIRONMENT_PREFIX = "QWEN35_"
 FILE = "qwen35.toml"
-FloatName = Literal["float32", "bfloat16", "float16"]
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 class Settings(BaseSettings):
@@ -44,7 +44,7 @@ class Settings(BaseSettings):
     finalize: str = Field("auto", description="adapter of the fused finalize")
     prefill_split: Literal["auto", "on", "off"] = Field("auto", description="FlashInfer's sequence-split prefill")
     device: str = Field("auto", description="'cpu', 'cuda', 'cuda:1'; auto: a GPU where there is one")
-    dtype: FloatName | Literal["auto"] = Field("auto", description="of weights and tokens; auto: bfloat16 on a GPU")
+    dtype: DtypeName = Field("auto", description="of weights and tokens; auto: bfloat16 on a GPU")
     state_dtype: Literal["float32", "bfloat16"] = Field("float32", description="of the GDN state pool")
     checked: bool = Field(False, description="check values on the device too; synchronises at every eager call")
     sglang_plugin: bool = Field(True, description="hook into SGLang where it loads our plugin")

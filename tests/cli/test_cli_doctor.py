@@ -140,7 +140,7 @@ def test_a_named_adapter_that_cannot_serve_is_a_choice_with_a_reason_not_a_crash
         (("generate", "/nowhere", "--token-ids", "1,b"), {}, "got 'b'"),
         (("generate", "/nowhere", "--token-ids", "1,²"), {}, "got '²'"),
         (("generate", "/nowhere", "--token-ids", "٣"), {}, "got '٣'"),
-        (("generate", "/nowhere", "--token-ids", "9" * 5000), {}, "must be numbers joined by commas"),
+        (("generate", "/nowhere", "--token-ids", "9" * 5000), {}, "must be token ids (0 or more) joined by commas"),
         (("generate", "/nowhere", "--token-ids", "1", "--logits", "none/a.safetensors"), {}, "--logits"),
         (("generate", "/nowhere", "--token-ids", "1", "--logits", "."), {}, "--logits must be a file, got the folder"),
         (("swap", "--decode-batches", "²"), {}, "positive integers, got '²'"),

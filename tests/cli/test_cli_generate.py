@@ -90,6 +90,8 @@ def test_table_shows_steps_and_verdict(run: Any, checkpoint: Path) -> None:
 def test_bad_input_is_refused_by_name(run: Any, checkpoint: Path) -> None:
     for words, said in (
         (("--token-ids", "999999"), "token id in 0.."),
+        (("--token-ids", "-1"), "token ids (0 or more) joined by commas, got '-1'"),
+        (("--token-ids", "1", "--dtype", "foo"), "dtype = 'foo': Input should be 'auto', 'float32', 'bfloat16' or"),
         (("--prompt", "hello"), "tokenizer"),
         (("--token-ids", "1", "--temperature", "-1"), "temperature"),
         (("--token-ids", "1", "--compare", "refrence64"), "Did you mean 'reference64'?"),

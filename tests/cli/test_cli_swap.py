@@ -10,6 +10,10 @@ from typing import Any
 
 import pytest
 
+from qwen35.cli.parse import token_dtype
+from qwen35.cli.swap import make_rows
+from qwen35.domain.errors import UnknownNameError
+
 SMALL = ("--device", "cpu", "--decode-batches", "1,3", "--prefill", "1x5,2x3", "--verify", "2x3", "--repeats", "2")
 
 
@@ -124,6 +128,16 @@ def test_without_matplotlib_there_is_no_plot_and_it_says_so(
     assert "no plot: matplotlib is not installed" in result.stdout
     assert load(tmp_path / "out")["rows"]
     assert not (tmp_path / "out" / "swap.png").exists()
+
+
+def test_a_row_that_is_named_twice_is_measured_once() -> None:
+    rows = make_rows("1,2,1", "2x3;3,3;4", "2x2,2x2")
+    assert [row.label for row in rows] == ["decode 1", "decode 2", "extend 2x3", "extend 1x4", "verify 2x2"]
+
+
+def test_a_token_dtype_that_is_not_known_lists_auto_too() -> None:
+    with pytest.raises(UnknownNameError, match="known: auto, bfloat16, float16, float32"):
+        token_dtype("foo", "cpu")
 
 
 def test_an_out_that_cannot_be_a_folder_is_refused_before_measuring(run: Any, checkpoint: Path, tmp_path: Path) -> None:

@@ -148,6 +148,14 @@ def test_bad_prompts_are_refused(model: Model, prompts: list[object], error: typ
         generate(model, prompts, QUIET)  # type: ignore[arg-type]
 
 
+def test_a_prompt_may_fill_the_models_positions_to_the_last(model: Model) -> None:
+    assert model.config.max_positions == 512
+    (result,) = generate(model, [[1] * 511], replace(QUIET, max_new_tokens=1))
+    assert len(result.tokens) == 1
+    with pytest.raises(ValueRangeError, match=r"must not exceed the model's 512 positions"):
+        generate(model, [[1] * 511], replace(QUIET, max_new_tokens=2))
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [

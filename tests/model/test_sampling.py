@@ -40,6 +40,12 @@ def test_tokens_come_as_often_as_they_should(options: dict[str, float], expected
     assert bool(((got - want).abs() <= allowed).all()), f"{got.tolist()}, seed {seed}"
 
 
+def test_top_p_stops_at_the_token_that_reaches_it_exactly() -> None:
+    halves = torch.tensor([[0.0, 0.0, float("-inf")]]).expand(50, -1)
+    drawn = choose(halves, Sampling(temperature=1.0, top_p=0.5), Sampling().generators(50))
+    assert set(drawn.tolist()) == {0}
+
+
 def test_a_tiny_temperature_is_greedy_and_equal_logits_give_a_kept_token() -> None:
     assert frequencies(Sampling(temperature=1e-30)).tolist() == [0, 1, 0, 0]
     equal = choose(torch.zeros(50, 4), Sampling(temperature=1.0), Sampling().generators(50))

@@ -133,7 +133,9 @@ def prompt_of(prompt: str, token_ids: str) -> str | tuple[int, ...]:
     ids = []
     for word in token_ids.split(","):
         if not parse.is_whole(word.strip()):
-            raise ConfigurationError(f"--token-ids must be numbers joined by commas, got {word.strip()!r}")
+            raise ConfigurationError(
+                f"--token-ids must be token ids (0 or more) joined by commas, got {word.strip()!r}"
+            )
         ids.append(int(word))
     return tuple(ids)
 

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     import torch
 
 _MOST_DIGITS = 18
+_AUTO = "auto"
 _STATE_DTYPES = ("float32", "bfloat16")
 _TOKEN_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -82,9 +83,9 @@ def state_dtype(name: str) -> torch.dtype:
 
 def token_dtype(name: str, device_type: str) -> torch.dtype:
     """The dtype of tokens; "auto" is bfloat16 on a GPU and float32 on a CPU."""
-    if name == "auto":
+    if name == _AUTO:
         name = "bfloat16" if device_type == "cuda" else "float32"
-    return _dtype("--dtype", name, _TOKEN_DTYPES)
+    return _dtype("--dtype", name, (_AUTO, *_TOKEN_DTYPES))
 
 
 def _dtype(option: str, name: str, allowed: tuple[str, ...]) -> torch.dtype:

@@ -121,7 +121,7 @@ def _fusion_request(request: Request, fusion: str, tokens: str, hidden: int | No
 
 
 def make_rows(decode_batches: str, prefill: str, verify: str) -> tuple[Row, ...]:
-    """The rows that the options name. Raises ``ConfigurationError`` where there is none."""
+    """The rows that the options name, each once. Raises ``ConfigurationError`` where there is none."""
     from qwen35.domain.capabilities import Phase
     from qwen35.testing.workload import Row
 
@@ -130,7 +130,7 @@ def make_rows(decode_batches: str, prefill: str, verify: str) -> tuple[Row, ...]
     rows += [Row(Phase.VERIFY, (draft,) * batch) for batch, draft in parse.pairs("--verify", verify)]
     if not rows:
         raise ConfigurationError("nothing to measure: --decode-batches, --prefill and --verify are all empty")
-    return tuple(rows)
+    return tuple(dict.fromkeys(rows))
 
 
 def measure(request: Request, folder: Path) -> dict[str, Any]:

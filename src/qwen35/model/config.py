@@ -78,6 +78,8 @@ def read_config(directory: Path) -> TextConfig:
     Raises ``CheckpointError`` naming the file and every missing or wrong key.
     """
     path = directory / "config.json"
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} is no directory: a checkpoint is a folder with config.json and weights")
     if not path.is_file():
         raise CheckpointError(f"{directory} has no config.json: it is not a checkpoint directory")
     top = read_json(path)
