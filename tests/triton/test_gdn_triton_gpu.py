@@ -103,6 +103,21 @@ def test_a_decode_is_one_kernel(prepared: TritonGatedDeltaRule, calls: Calls, ra
     assert "decode_kernel" in names[0]
 
 
+@pytest.mark.parametrize("raw", [False, True])
+def test_addresses_of_both_kinds_take_turns(prepared: TritonGatedDeltaRule, calls: Calls, raw: bool, seed: int) -> None:
+    """The kernel that is kept for a layout was compiled for multiples of 16 bytes; other addresses need another."""
+    for turn in range(6):
+        call = calls.decode(raw=raw)
+        states = call.states.clone()
+        want = TritonGatedDeltaRule().decode(replace(call, states=states))
+        room = torch.empty(call.q.numel() + 1, dtype=call.q.dtype, device="cuda")
+        off = room[1:].view(call.q.shape).copy_(call.q)
+        assert off.data_ptr() % 16
+        got = prepared.decode(replace(call, q=off) if turn % 2 else call)
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-2, msg=f"seed {seed}, turn {turn}")
+        torch.testing.assert_close(call.states, states, rtol=1e-4, atol=1e-4, msg=f"seed {seed}, turn {turn}")
+
+
 def test_verify_and_commit_are_one_kernel_each(prepared: TritonGatedDeltaRule, calls: Calls) -> None:
     call = calls.verify()
     commit = CommitCall(states=call.states, slots=call.slots, intermediates=call.intermediates, last=call.slots * 0)

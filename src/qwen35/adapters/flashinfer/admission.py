@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import attrgetter
 
 from torch import Tensor
 
-from qwen35.adapters.flashinfer.mends import ALIGNMENT
+from qwen35.adapters.flashinfer.mends import ALIGNMENT, Mend
 from qwen35.domain.capabilities import Phase
+from qwen35.domain.errors import UnsupportedError
 from qwen35.ports.admission import CHECKS
-from qwen35.ports.gdn_calls import DecodeCall, RawGates, VerifyCall
+from qwen35.ports.gdn_calls import DecodeCall, GdnPlan, RawGates, VerifyCall
 
 StepCall = DecodeCall | VerifyCall
 
@@ -20,9 +22,28 @@ _TENSORS = {
 }
 
 
+@dataclass(frozen=True, slots=True)
+class AdmittedVerify:
+    """What is settled about a verify call by its shapes: the detours and the plan they were decided under."""
+
+    mend: Mend
+    plan: GdnPlan
+    branch: str
+    scale: float
+    empty: bool
+
+
 def phase_of(call: StepCall) -> Phase:
     """Decode or verify."""
     return Phase.DECODE if isinstance(call, DecodeCall) else Phase.VERIFY
+
+
+def raw_gates(call: StepCall) -> RawGates:
+    """The gates of a call that was checked."""
+    gates = call.gates
+    if not isinstance(gates, RawGates):
+        raise UnsupportedError("FlashInfer", ["gates require raw, got log"])
+    return gates
 
 
 def look_at(call: StepCall) -> tuple[tuple[object, ...], bool]:

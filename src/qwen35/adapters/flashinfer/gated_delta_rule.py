@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from types import MappingProxyType
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from qwen35.adapters._kernels.rows import RowOperations
 from qwen35.adapters._kernels.scratch import Scratch, capturing
-from qwen35.adapters.flashinfer.admission import StepCall, look_at, phase_of
+from qwen35.adapters.flashinfer.admission import AdmittedVerify, StepCall, look_at, phase_of, raw_gates
 from qwen35.adapters.flashinfer.capabilities import capabilities_of
 from qwen35.adapters.flashinfer.known import IndexScratch, KnownDecode
 from qwen35.adapters.flashinfer.mends import (
@@ -40,7 +40,6 @@ from qwen35.ports.gated_delta_rule import (
     ExtendResult,
     GdnCall,
     GdnPlan,
-    RawGates,
     VerifyCall,
 )
 from qwen35.ports.gdn_checks import check_commit, check_extend
@@ -49,17 +48,6 @@ from qwen35.services.parameter_copies import ParameterCopies
 
 #: Admitted layouts of one phase that are remembered; a serving engine has a few hundred.
 MAX_ADMITTED = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class _Admitted:
-    """What is settled about a verify call by its shapes: the detours and the plan they were decided under."""
-
-    mend: Mend
-    plan: GdnPlan
-    branch: str
-    scale: float
-    empty: bool
 
 
 class FlashInferGatedDeltaRule:
@@ -82,7 +70,7 @@ class FlashInferGatedDeltaRule:
         self._scratch, self._parameters = Scratch(), ParameterCopies(ALIGNMENT)
         self._prefill = Prefill(kernels, rows, self._scratch)
         self._plans = Plans(kernels)
-        self._admitted: dict[tuple[object, ...], _Admitted] = {}
+        self._admitted: dict[tuple[object, ...], AdmittedVerify] = {}
         self._known: dict[tuple[object, ...], KnownDecode] = {}
         self._latest: KnownDecode | None = None
         self._branches: dict[Phase, str] = {}
@@ -151,7 +139,7 @@ class FlashInferGatedDeltaRule:
             out = torch.empty_like(call.v, memory_format=torch.contiguous_format)
         if admitted.empty:
             return out
-        gates = _raw(call)
+        gates = raw_gates(call)
         step = Step(
             q=call.q, k=call.k, v=call.v, a=gates.a, b=gates.b, A_log=float32(self._parameters, gates.A_log),
             dt_bias=float32(self._parameters, gates.dt_bias), scale=admitted.scale, out=out,
@@ -215,9 +203,10 @@ class FlashInferGatedDeltaRule:
 
     def _admit_decode(self, call: DecodeCall) -> KnownDecode:
         """Check ``call``, and remember its layout where it lies on a device."""
+        self._open()
         key, off = look_at(call)
         mend, _ = self._settle(call)
-        gates = _raw(call)
+        gates = raw_gates(call)
         parameters = Float32(self._parameters, gates.A_log), Float32(self._parameters, gates.dt_bias)
         scratch = IndexScratch(*self._index_scratch(call, mend, 1)) if mend.index else None
         known = KnownDecode(call, gates, mend, self._decode, self._rows, parameters, scratch)
@@ -233,7 +222,7 @@ class FlashInferGatedDeltaRule:
         self._latest = known if recall else None
         self._branches[Phase.DECODE] = known.branch
 
-    def _admit_verify(self, call: VerifyCall) -> _Admitted:
+    def _admit_verify(self, call: VerifyCall) -> AdmittedVerify:
         """Check ``call`` once for each set of shapes; addresses every time."""
         self._open()
         key, off = look_at(call)
@@ -241,7 +230,7 @@ class FlashInferGatedDeltaRule:
         if admitted is None or off:
             mend, plan = self._settle(call)
             scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
-            admitted = _Admitted(mend, plan, mend.branch, scale, 0 in call.q.shape)
+            admitted = AdmittedVerify(mend, plan, mend.branch, scale, 0 in call.q.shape)
             if call.states.is_cuda and not off:
                 if len(self._admitted) >= MAX_ADMITTED:
                     self._admitted.clear()
@@ -251,7 +240,6 @@ class FlashInferGatedDeltaRule:
 
     def _settle(self, call: StepCall) -> tuple[Mend, GdnPlan]:
         """The detours of ``call`` and the plan that covers it, or the error that it deserves."""
-        self._open()
         CHECKS[type(call)](call)
         self._refuse(call)
         plan = self._cover(call)
@@ -279,10 +267,10 @@ class FlashInferGatedDeltaRule:
         write = self._scratch.take("write", (batch,), dtype, device)
         if not mend.clamp:
             return read, write, None
-        a = _raw(call).a
+        a = raw_gates(call).a
         return read, write, self._scratch.take("a", (batch, tokens, a.shape[-1]), a.dtype, device)
 
-    def _nodes(self, call: VerifyCall, admitted: _Admitted) -> Tensor:
+    def _nodes(self, call: VerifyCall, admitted: AdmittedVerify) -> Tensor:
         """The dense [B, T, HV, V, K] that the kernel writes: the caller's own rows, or scratch."""
         batch, draft = call.q.shape[:2]
         if not admitted.mend.scratch:
@@ -319,10 +307,3 @@ class FlashInferGatedDeltaRule:
     def _open(self) -> None:
         if self._closed:
             raise ClosedError("this adapter was closed; make another one")
-
-
-def _raw(call: StepCall) -> RawGates:
-    gates = call.gates
-    if not isinstance(gates, RawGates):
-        raise UnsupportedError("FlashInfer", ["gates require raw, got log"])
-    return gates
