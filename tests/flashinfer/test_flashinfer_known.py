@@ -230,6 +230,8 @@ def test_every_layer_has_its_own_parameters(dtype: torch.dtype, off: bool, asks:
             call = laid_out(bed.decode([4, 2]))
             call = replace(call, gates=replace(call.gates, dt_bias=dt_bias))
             same(bed, call, bed.adapter.decode)
+            taken = bed.fake.latest("decode")["dt_bias"]
+            assert (taken.dtype, taken.data_ptr() % 32, taken.requires_grad) == (F32, 0, False)
     assert bed.adapter.decode_known(call) is not None
 
 
