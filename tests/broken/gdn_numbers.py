@@ -9,7 +9,8 @@ import torch
 from delegate import Gdn
 from torch import Tensor
 
-from qwen35.domain.capabilities import Clause
+from qwen35.domain.capabilities import Clause, Support
+from qwen35.domain.errors import UnsupportedError
 from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, ExtendResult, LogGates, RawGates, VerifyCall
 
 
@@ -42,6 +43,19 @@ class KeepsGraph(Gdn):
     def decode(self, call: DecodeCall) -> Tensor:
         out = super().decode(call)
         return out if isinstance(call.gates, LogGates) else out + 0 * call.gates.A_log.sum().to(out.dtype)
+
+
+class ServesNothing(Gdn):
+    """Offers every phase and declines every decode, so that nothing it does can be wrong."""
+
+    breaks = Clause.PRECISION
+    caught_by = "decode: within the stated bound of the oracle"
+
+    def supports(self, call: Any) -> Support:
+        return Support.of("decode requires a better day") if isinstance(call, DecodeCall) else super().supports(call)
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        raise UnsupportedError("decode", self.supports(call).reasons)
 
 
 class LinearGates(Gdn):
@@ -219,6 +233,7 @@ class OwnOutput(Gdn):
 
 
 GDN_NUMBERS = (
-    KeepsGraph, RoundedBeta, LinearGates, StaleParameters, Unscaled, ZeroScaleIsNone, NoEpsilon, WrongHeads,
-    CheckpointsOneLate, NaiveSoftplus, DividesByNorm, DividesByDecay, DenseTokens, DensePool, SharedScratch, OwnOutput,
+    KeepsGraph, ServesNothing, RoundedBeta, LinearGates, StaleParameters, Unscaled, ZeroScaleIsNone, NoEpsilon,
+    WrongHeads, CheckpointsOneLate, NaiveSoftplus, DividesByNorm, DividesByDecay, DenseTokens, DensePool, SharedScratch,
+    OwnOutput,
 )  # fmt: skip

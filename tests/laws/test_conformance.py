@@ -17,7 +17,7 @@ from qwen35.adapters.reference.gated_delta_rule import ReferenceGatedDeltaRule
 from qwen35.domain.capabilities import Clause, Phase, Support
 from qwen35.domain.errors import UnknownNameError, UnsupportedError
 from qwen35.ports.adapter import AdapterEntry
-from qwen35.ports.gated_delta_rule import DecodeCall
+from qwen35.ports.gated_delta_rule import CommitCall, DecodeCall, ExtendCall, RawGates, VerifyCall
 from qwen35.testing import LawStatus, Profile, iter_laws, laws_of, limits_for, run_laws
 
 PORT = "gated_delta_rule"
@@ -118,6 +118,52 @@ def test_what_the_adapter_declines_is_counted_and_not_a_failure() -> None:
     order = by_law(Refusing, Clause.ORDER)["decode: outputs and states follow the sequences"]
     assert order.status is LawStatus.SKIPPED
     assert "decode requires one row" in order.reason
+
+
+class ServesFew(Plain):
+    """As a kernel package without a null slot on a GPU: a few combinations of dtypes, gates and views only."""
+
+    def supports(self, call: Any) -> Support:
+        reasons = [] if call.states.dtype == torch.float32 else ["state dtype requires float32"]
+        if not isinstance(call, CommitCall):
+            reasons += [] if isinstance(call.gates, RawGates) else ["gates require raw"]
+            reasons += [] if call.q.is_contiguous() else ["q requires a dense tensor"]
+            reasons += ["scale requires another number than 0.0"] if call.scale == 0.0 else []
+        if isinstance(call, DecodeCall | ExtendCall):
+            reasons += ["write slots require a null slot"] if call.write_slots is not None else []
+        if isinstance(call, VerifyCall):
+            reasons += ["verify requires two tokens"] if call.v.shape[0] * call.v.shape[1] == 1 else []
+        return Support.of(*reasons)
+
+
+SERVING = {
+    Clause.PRECISION: {f"{phase}: within the stated bound of the oracle" for phase in ("decode", "extend", "verify")},
+    Clause.VERIFY: {"commit: the accepted node is copied"},
+}
+
+
+@pytest.mark.parametrize("examples", [1, 10])
+def test_an_adapter_that_serves_few_of_the_drawn_calls_is_judged_by_those(examples: int) -> None:
+    for clause, laws in SERVING.items():
+        reports = {r.law: r for r in run_laws(PORT, ServesFew, only=clause, examples=examples)}
+        for law in laws:
+            assert reports[law].status is LawStatus.PASSED, reports[law]
+            assert reports[law].examples == examples, reports[law]
+
+
+def test_an_adapter_that_serves_nothing_fails_a_law_of_every_phase_it_offers() -> None:
+    class Nothing(Plain):
+        def supports(self, call: Any) -> Support:
+            return Support.of("not today", "nor tomorrow")
+
+    for clause, laws in SERVING.items():
+        reports = {r.law: r for r in run_laws(PORT, Nothing, only=clause, examples=1)}
+        for law in laws:
+            phase = law.partition(":")[0]
+            assert reports[law].status is LawStatus.FAILED, reports[law]
+            assert reports[law].reason == f"offers {phase} and served no call: nor tomorrow; not today"
+            assert not reports[law].ok
+            assert "Case(" in reports[law].example, "which call was refused must be shown"
 
 
 def test_a_fallback_that_served_fails_the_law() -> None:

@@ -152,6 +152,7 @@ class _Trail:
     def __init__(self, law: Law, bench: Bench) -> None:
         self._law, self._bench = law, bench
         self.latest: Case[Any] | None = None
+        self.first_refused: Case[Any] | None = None
         self.checked = self.refused = 0
         self.refusals: set[str] = set()
 
@@ -160,6 +161,7 @@ class _Trail:
             self._law.check(self._bench, case)
         except Refused as refusal:
             self.refused += 1
+            self.first_refused = self.first_refused or case
             self.refusals.update(refusal.reasons)
             hypothesis.reject()
         except AssertionError as exc:
@@ -192,14 +194,21 @@ def _judge(
     try:
         attempt()
     except Unsatisfiable:
-        return LawStatus.SKIPPED, "every case was refused: " + "; ".join(sorted(trail.refusals))
+        return _nothing_served(law, trail)
     except (LawBroken, HypothesisException) as exc:
         said = _said(exc)
         stated = bench.adapter.capabilities.deviations.get(law.clause)
         return (LawStatus.FAILED, said) if stated is None else (LawStatus.DEVIATES, f"{stated} ({said})")
-    if not trail.checked:
-        return LawStatus.SKIPPED, "every case was refused: " + "; ".join(sorted(trail.refusals))
-    return LawStatus.PASSED, ""
+    return (LawStatus.PASSED, "") if trail.checked else _nothing_served(law, trail)
+
+
+def _nothing_served(law: Law, trail: _Trail) -> tuple[LawStatus, str]:
+    """Every case was refused: nothing is shown, and where the law must serve, what the adapter offers is not there."""
+    reasons = "; ".join(sorted(trail.refusals))
+    if not law.must_serve:
+        return LawStatus.SKIPPED, f"every case was refused: {reasons}"
+    trail.latest = trail.first_refused
+    return LawStatus.FAILED, f"offers {', '.join(sorted(law.phases))} and served no call: {reasons}"
 
 
 def _said(exc: BaseException) -> str:

@@ -21,7 +21,8 @@ def _anywhere(_: Bench) -> tuple[str, ...]:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Law:
     """``cases(limits)`` are what may be drawn; ``check(bench, case)`` raises ``AssertionError`` where the clause
-    is broken. ``phases`` are those that the adapter must offer; ``needs(bench)`` gives reasons to skip."""
+    is broken. ``phases`` are those that the adapter must offer; ``needs(bench)`` gives reasons to skip.
+    ``must_serve``: an adapter that offers the phases and refuses every case that is drawn breaks the law."""
 
     name: str
     port: str
@@ -31,6 +32,7 @@ class Law:
     check: Callable[[Bench, Case[Any]], None]
     needs: Callable[[Bench], tuple[str, ...]] = _anywhere
     most_examples: int | None = None
+    must_serve: bool = False
 
     def skip_reasons(self, bench: Bench) -> tuple[str, ...]:
         """Why this law cannot be shown with this bench; none: it can."""

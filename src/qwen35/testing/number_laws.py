@@ -114,9 +114,10 @@ def _extremes(trial: Trial) -> None:
 def number_laws(kit: Kit) -> list[Law]:
     """The laws of this module for one port."""
     laws = [
-        law(kit, Clause.PRECISION, phase, "within the stated bound of the oracle", precision, Wish(tree=None))
+        law(kit, Clause.PRECISION, phase, "within the stated bound of the oracle", precision, Wish(tree=None),
+            must_serve=True)
         for phase in TOKEN_PHASES
-    ]
+    ]  # fmt: skip
     for phase in TOKEN_PHASES:
         laws.append(
             law(kit, Clause.PRECISION, phase, "parameters are those of now, of this layer", parameters,

@@ -236,7 +236,7 @@ def sequence_laws(kit: Kit) -> list[Law]:
         law(kit, Clause.VERIFY, Phase.VERIFY, "nodes of a chain, states untouched", nodes, Wish(tree=False)),
         law(kit, Clause.VERIFY, Phase.VERIFY, "nodes of a tree continue from their parents", nodes, Wish(tree=True),
             needs=_trees),
-        law(kit, Clause.VERIFY, Phase.COMMIT, "the accepted node is copied", commits),
+        law(kit, Clause.VERIFY, Phase.COMMIT, "the accepted node is copied", commits, must_serve=True),
         Law(name="verify, commit: the state follows the accepted tokens", port=kit.port, clause=Clause.VERIFY,
             phases=frozenset({Phase.VERIFY, Phase.COMMIT}), check=acceptance,
             cases=lambda limits: cases(kit, limits, Phase.VERIFY)),
