@@ -166,6 +166,26 @@ def test_an_adapter_that_serves_nothing_fails_a_law_of_every_phase_it_offers() -
             assert "Case(" in reports[law].example, "which call was refused must be shown"
 
 
+def test_the_size_laws_ask_once_and_on_a_small_pool_before_they_build_a_far_one() -> None:
+    class Declining(Plain):
+        def __init__(self) -> None:
+            super().__init__()
+            self.pools: list[int] = []
+
+        def supports(self, call: Any) -> Support:
+            self.pools.append(call.states.untyped_storage().nbytes())
+            return Support.of("pools require a better day")
+
+    adapter = Declining()
+    reports = run_laws(PORT, adapter, only=Clause.SIZE)
+    assert {r.status for r in reports} == {LawStatus.SKIPPED}
+    assert [r.refused for r in reports] == [1] * len(reports)
+    assert len(adapter.pools) == len(reports), "cases that differ by their seed only are refused alike"
+    far = [size for report, size in zip(reports, adapter.pools, strict=True) if "2**31" in report.law]
+    assert len(far) == len(Phase)
+    assert max(far) < 2**20, f"a far pool was made for a refusal: {far}"
+
+
 def test_a_fallback_that_served_fails_the_law() -> None:
     class Lying(Refusing):
         """Declines at the call only, so that the service's fallback serves."""

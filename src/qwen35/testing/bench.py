@@ -52,11 +52,15 @@ class Bench:
         """The call object of the port."""
         return self.kit.call(phase, parts)
 
-    def run(self, call: Any) -> Served:
-        """Serve ``call`` on poisoned memory. Raises ``Refused`` where ``supports`` declines it."""
+    def ask(self, call: Any) -> None:
+        """Raise ``Refused`` where ``supports`` declines ``call``."""
         support = self.adapter.supports(call)
         if not support:
             raise Refused(support.reasons)
+
+    def run(self, call: Any) -> Served:
+        """Serve ``call`` on poisoned memory. Raises ``Refused`` where ``supports`` declines it."""
+        self.ask(call)
         with poisoned_memory():
             return serve(self.adapter, call)
 

@@ -157,6 +157,8 @@ class _Trail:
         self.refusals: set[str] = set()
 
     def check(self, case: Case[Any]) -> None:
+        if self._law.alike and self.refused:
+            hypothesis.reject()
         try:
             self._law.check(self._bench, case)
         except Refused as refusal:

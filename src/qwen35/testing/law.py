@@ -22,7 +22,8 @@ def _anywhere(_: Bench) -> tuple[str, ...]:
 class Law:
     """``cases(limits)`` are what may be drawn; ``check(bench, case)`` raises ``AssertionError`` where the clause
     is broken. ``phases`` are those that the adapter must offer; ``needs(bench)`` gives reasons to skip.
-    ``must_serve``: an adapter that offers the phases and refuses every case that is drawn breaks the law."""
+    ``must_serve``: an adapter that offers the phases and refuses every case that is drawn breaks the law.
+    ``alike``: cases differ by their seed only, so one refusal speaks for all, and no other is made."""
 
     name: str
     port: str
@@ -33,6 +34,7 @@ class Law:
     needs: Callable[[Bench], tuple[str, ...]] = _anywhere
     most_examples: int | None = None
     must_serve: bool = False
+    alike: bool = False
 
     def skip_reasons(self, bench: Bench) -> tuple[str, ...]:
         """Why this law cannot be shown with this bench; none: it can."""
