@@ -18,7 +18,7 @@ from qwen35.domain.capabilities import Clause, Phase, Support
 from qwen35.domain.errors import UnknownNameError, UnsupportedError
 from qwen35.ports.adapter import AdapterEntry
 from qwen35.ports.gated_delta_rule import CommitCall, DecodeCall, ExtendCall, RawGates, VerifyCall
-from qwen35.testing import LawStatus, Profile, iter_laws, laws_of, limits_for, run_laws
+from qwen35.testing import KITS, Bench, LawReport, LawStatus, Profile, iter_laws, laws_of, limits_for, run_law, run_laws
 
 PORT = "gated_delta_rule"
 
@@ -136,34 +136,38 @@ class ServesFew(Plain):
         return Support.of(*reasons)
 
 
-SERVING = {
-    Clause.PRECISION: {f"{phase}: within the stated bound of the oracle" for phase in ("decode", "extend", "verify")},
-    Clause.VERIFY: {"commit: the accepted node is copied"},
-}
+class ServesNothing(Plain):
+    def supports(self, call: Any) -> Support:
+        return Support.of("not today", "nor tomorrow")
 
 
+SERVING = {law.name: law for law in laws_of(PORT) if law.must_serve}
+
+
+def serving(adapter: Plain, law: str, examples: int) -> LawReport:
+    bench = Bench(adapter, KITS[PORT], "cpu", limits_for(adapter.capabilities, Profile.CPU))
+    return run_law(SERVING[law], bench, examples=examples)
+
+
+def test_every_phase_has_a_law_that_must_serve() -> None:
+    assert sorted(phase for law in SERVING.values() for phase in law.phases) == sorted(Phase)
+
+
+@pytest.mark.parametrize("law", SERVING)
 @pytest.mark.parametrize("examples", [1, 10])
-def test_an_adapter_that_serves_few_of_the_drawn_calls_is_judged_by_those(examples: int) -> None:
-    for clause, laws in SERVING.items():
-        reports = {r.law: r for r in run_laws(PORT, ServesFew, only=clause, examples=examples)}
-        for law in laws:
-            assert reports[law].status is LawStatus.PASSED, reports[law]
-            assert reports[law].examples == examples, reports[law]
+def test_an_adapter_that_serves_few_of_the_drawn_calls_is_judged_by_those(law: str, examples: int) -> None:
+    report = serving(ServesFew(), law, examples)
+    assert report.status is LawStatus.PASSED, report
+    assert report.examples == examples
 
 
-def test_an_adapter_that_serves_nothing_fails_a_law_of_every_phase_it_offers() -> None:
-    class Nothing(Plain):
-        def supports(self, call: Any) -> Support:
-            return Support.of("not today", "nor tomorrow")
-
-    for clause, laws in SERVING.items():
-        reports = {r.law: r for r in run_laws(PORT, Nothing, only=clause, examples=1)}
-        for law in laws:
-            phase = law.partition(":")[0]
-            assert reports[law].status is LawStatus.FAILED, reports[law]
-            assert reports[law].reason == f"offers {phase} and served no call: nor tomorrow; not today"
-            assert not reports[law].ok
-            assert "Case(" in reports[law].example, "which call was refused must be shown"
+@pytest.mark.parametrize("law", SERVING)
+def test_an_adapter_that_serves_nothing_fails_a_law_of_every_phase_it_offers(law: str) -> None:
+    report = serving(ServesNothing(), law, 1)
+    assert report.status is LawStatus.FAILED
+    assert not report.ok
+    assert report.reason == f"offers {law.partition(':')[0]} and served no call: nor tomorrow; not today"
+    assert "Case(" in report.example, "which call was refused must be shown"
 
 
 def test_the_size_laws_ask_once_and_on_a_small_pool_before_they_build_a_far_one() -> None:

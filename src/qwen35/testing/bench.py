@@ -119,11 +119,16 @@ class Trial:
             self.parts.pool[slot] = value
         self._saved = _Saved(self.made)
 
-    def run(self) -> Served:
-        """Prepare where the case says so, then serve the call."""
+    def ask(self) -> None:
+        """Prepare where the case says so. Raises ``Refused`` where plan or call is declined; costs no oracle."""
         if self.case.prepared or self.bench.limits.null_slot is not None:
             # A null slot is named by a plan, so there what an adapter supports hangs on one.
             self.bench.prepare(self.case)
+        self.bench.ask(self.call)
+
+    def run(self) -> Served:
+        """Prepare where the case says so, then serve the call."""
+        self.ask()
         return self.bench.run(self.call)
 
     def restore(self) -> None:

@@ -19,6 +19,7 @@ from qwen35.testing.strategies import Wish
 def precision(bench: Bench, case: Case[Any]) -> None:
     """Outputs, states, intermediates and checkpoints are within the stated bound of the float64 oracle."""
     trial = bench.trial(case)
+    trial.ask()
     want = trial.truth()
     trial.matches(trial.run(), want)
 
