@@ -15,6 +15,7 @@ import qwen35
 from fakes import FakeGatedDeltaRule, decode_call, fake_entry
 from qwen35.domain.capabilities import Clause, Phase, Support
 from qwen35.domain.errors import (
+    ClosedError,
     ConfigurationError,
     UnavailableError,
     UnknownNameError,
@@ -23,8 +24,8 @@ from qwen35.domain.errors import (
 )
 from qwen35.domain.platform import Platform
 from qwen35.ports.adapter import AdapterEntry
-from qwen35.ports.gated_delta_rule import GatedDeltaRule
-from qwen35.ports.short_convolution import ShortConvolution
+from qwen35.ports.gated_delta_rule import ExtendCall, GatedDeltaRule
+from qwen35.ports.short_convolution import ConvDecodeCall, ShortConvolution
 from qwen35.services.counters import Counters
 from qwen35.services.prometheus import prometheus_text
 from qwen35.services.registry import AdapterRegistry, installed_entries
@@ -133,6 +134,49 @@ def test_closing_closes_each_adapter_once() -> None:
     assert rule.refresh_parameters() == 1
     rule.close()
     assert mine.closed == 1
+
+
+def test_close_ends_every_part_of_a_container_and_may_be_repeated() -> None:
+    mine, spare, shadow = (FakeGatedDeltaRule(mark) for mark in (1.0, 2.0, 3.0))
+    entries = [fake_entry("mine", mine, rank=99), fake_entry("spare", spare), fake_entry("shadow", shadow)]
+    container = qwen35.build(
+        device="cpu", adapters=entries, gdn_fallback="spare", gdn_shadow="shadow:1", gdn_extend="reference",
+        conv="reference",
+    )  # fmt: skip
+    probed = container.registry().adapter(PORT, "reference64")
+    qwen35.close(container)
+    assert min(mine.closed, spare.closed, shadow.closed) >= 1
+    qwen35.close(container)
+    call = decode_call()
+    lengths = torch.tensor([0, 1, 2], dtype=torch.int32)
+    extend = ExtendCall(
+        q=call.q, k=call.k, v=call.v, gates=call.gates, states=call.states, slots=call.slots, cu_seqlens=lengths
+    )
+    for serve in (lambda: container.gated_delta_rule().extend(extend), lambda: probed.decode(call)):
+        with pytest.raises(ClosedError):
+            serve()
+    windows = ConvDecodeCall(
+        x=torch.randn(2, 4), weight=torch.randn(4, 3), windows=torch.randn(3, 4, 2), slots=call.slots, activation="silu"
+    )
+    with pytest.raises(ClosedError):
+        container.short_convolution().decode(windows)
+    assert not container.finalize().is_prepared
+
+
+def test_close_closes_every_part_before_the_error_of_one_travels_on() -> None:
+    class Failing(FakeGatedDeltaRule):
+        def close(self) -> None:
+            super().close()
+            raise OSError("the device is gone")
+
+    failing, other = Failing(1.0), FakeGatedDeltaRule(2.0)
+    entries = [fake_entry("failing", failing), fake_entry("other", other)]
+    container = qwen35.build(device="cpu", adapters=entries, gdn_decode="failing", conv="reference")
+    container.registry().adapter(PORT, "other")
+    with pytest.raises(OSError, match="the device is gone"):
+        qwen35.close(container)
+    assert failing.closed
+    assert other.closed, "what stands behind a part that failed stays open"
 
 
 def test_the_service_can_do_what_every_chosen_adapter_can_do() -> None:

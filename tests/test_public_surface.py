@@ -14,7 +14,7 @@ def fields(call: type) -> list[str]:
 
 
 def test_the_package_exports_these_names() -> None:
-    assert sorted(qwen35.__all__) == ["Container", "Settings", "__version__", "adapter", "build"]
+    assert sorted(qwen35.__all__) == ["Container", "Settings", "__version__", "adapter", "build", "close"]
     assert all(getattr(qwen35, name) is not None for name in qwen35.__all__)
 
 

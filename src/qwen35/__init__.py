@@ -1,6 +1,7 @@
 """qwen35: one contract between Qwen3.5 serving and the kernels that do its work.
 
-``build()`` returns the wired container, ``adapter()`` one adapter by port and name, ``Settings`` the options.
+``build()`` returns the wired container, ``close()`` ends one, ``adapter()`` gives one adapter by port and name,
+``Settings`` are the options.
 """
 
 from __future__ import annotations
@@ -8,13 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qwen35.container import Container, adapter, build
+    from qwen35.container import Container, adapter, build, close
     from qwen35.settings import Settings
 
-__all__ = ["Container", "Settings", "__version__", "adapter", "build"]
+__all__ = ["Container", "Settings", "__version__", "adapter", "build", "close"]
 __version__ = "0.1.0"
 
-_HOMES = {"Container": "container", "Settings": "settings", "adapter": "container", "build": "container"}
+_HOMES = dict.fromkeys(("Container", "adapter", "build", "close"), "container") | {"Settings": "settings"}
 
 
 def __getattr__(name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import ExitStack
 from typing import Any
 
 from dependency_injector import containers, providers
@@ -38,7 +39,7 @@ def build(
 
     ``settings`` (None: environment and ``qwen35.toml``) with ``overrides`` of single settings on top;
     ``adapters`` are known besides the installed ones (fakes, experiments). Services are made at once, so an
-    unknown or unusable choice raises here: ``ConfigurationError`` or ``UnavailableError``.
+    unknown or unusable choice raises here: ``ConfigurationError`` or ``UnavailableError``. ``close`` ends it.
     """
     entries = tuple(adapters)
     for entry in entries:
@@ -51,9 +52,24 @@ def build(
     return container
 
 
+def close(container: Container) -> None:
+    """End a container that ``build`` made: free scratch and parameter copies, destroy the workspace of the fused
+    finalize, close every adapter that was made. Idempotent.
+
+    All of it is closed before an error of any part travels on. Later calls of the services raise ``ClosedError``, those
+    of the fused finalize ``NotPreparedError``.
+    """
+    with ExitStack() as last_first:
+        last_first.callback(container.registry().close)
+        last_first.callback(container.finalize().close)
+        last_first.callback(container.short_convolution().close)
+        last_first.callback(container.gated_delta_rule().close)
+
+
 def adapter(port: str, name: str, *, device: str = "auto") -> Any:
     """A new adapter by port and name: ``adapter("gated_delta_rule", "triton")``.
 
-    Raises ``UnknownNameError`` or, where it cannot be used on this machine, ``UnavailableError``.
+    It is the caller's to ``close()``. Raises ``UnknownNameError`` or, where it cannot be used on this machine,
+    ``UnavailableError``.
     """
     return AdapterRegistry(detect_platform(device)).adapter(port, name)

@@ -24,6 +24,10 @@ from qwen35.ports.gated_delta_rule import (
 PORT = "gated_delta_rule"
 
 
+#: What was closed, by class.
+CLOSED: list[str] = []
+
+
 class Delegate:
     """The reference under another name; subclasses spoil one thing."""
 
@@ -61,6 +65,7 @@ class Delegate:
         return 0
 
     def close(self) -> None:
+        CLOSED.append(type(self).__name__)
         self.inner.close()
 
 

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from cli_third_party import CLOSED
 
 
 def test_reference_passes_clause_by_clause_without_a_fallback(run: Any) -> None:
@@ -45,6 +46,14 @@ def test_a_broken_adapter_of_another_package_fails_with_its_smallest_example(run
     table = run(*words)
     assert table.exit_code == 1
     assert "smallest example (seed" in table.stdout
+
+
+@pytest.mark.usefixtures("third_party")
+def test_every_container_is_closed_with_all_that_it_made(run: Any) -> None:
+    CLOSED.clear()
+    words = ("--clause", "padding", "--examples", "1", "--device", "cpu", "--json")
+    laws = json.loads(run("conform", "plain", *words).stdout)["laws"]
+    assert len(CLOSED) >= len(laws) + 1, "a container a law, and the one that told the device"
 
 
 def test_a_suite_that_could_show_nothing_has_not_passed(run: Any) -> None:

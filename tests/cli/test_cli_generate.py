@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from cli_third_party import CLOSED
 from safetensors.torch import load_file
 
 import qwen35
@@ -60,6 +61,13 @@ def test_compare_with_an_equal_adapter_finds_no_differing_token(run: Any, checkp
     for step in compare["steps"]:
         assert 0 < step["relative_error"] < 1e-3, f"seed {seed}: {compare}"
         assert step["max_error"] > 0
+
+
+@pytest.mark.usefixtures("third_party")
+def test_adapters_are_closed_when_it_is_done(run: Any, checkpoint: Path) -> None:
+    CLOSED.clear()
+    generate(run, checkpoint, "--gdn-decode", "plain", "--compare", "loud")
+    assert set(CLOSED) == {"Delegate", "Loud"}
 
 
 @pytest.mark.usefixtures("third_party")

@@ -62,10 +62,12 @@ class Suite:
 
     def __init__(self, port: str, make: Callable[[], Container]) -> None:
         self._port, self._make = port, make
-        self.platform = make().platform()
+        self._open = [make()]
+        self.platform = self._open[0].platform()
 
     def run(self, *, examples: int | None, profile: str, clause: str, seed: int | None) -> list[LawReport]:
         """Every report."""
+        from qwen35.container import close
         from qwen35.domain.capabilities import Clause
         from qwen35.testing.conformance import iter_laws, laws_of
         from qwen35.testing.limits import Profile
@@ -74,16 +76,23 @@ class Suite:
         reports = []
         with progress_bar() as bar:
             task = bar.add_task("laws", total=len(laws_of(self._port, only)))
-            for report in iter_laws(
-                self._port, self._service, device=self.platform.device, profile=sizes, examples=examples, only=only,
-                seed=seed,
-            ):  # fmt: skip
-                reports.append(report)
-                bar.update(task, advance=1, description=f"{report.clause}: {report.law}")
+            try:
+                for report in iter_laws(
+                    self._port, self._service, device=self.platform.device, profile=sizes, examples=examples,
+                    only=only, seed=seed,
+                ):  # fmt: skip
+                    reports.append(report)
+                    bar.update(task, advance=1, description=f"{report.clause}: {report.law}")
+                    while self._open:
+                        close(self._open.pop())
+            finally:
+                while self._open:
+                    close(self._open.pop())
         return reports
 
     def _service(self) -> Any:
         container = self._make()
+        self._open.append(container)
         return container.gated_delta_rule() if self._port == "gated_delta_rule" else container.short_convolution()
 
 

@@ -139,11 +139,14 @@ def _generate(
             words += [option, adapter]
         _interpreted(words, shown=False)
     else:
-        from qwen35.container import build
+        from qwen35.container import build, close
         from qwen35.model import Sampling
 
         container = build(settings, **generation.gated_delta_rule_by(adapter), conv=adapter)
-        result = generation.run(container, settings, checkpoint, PROMPT, NEW_TOKENS, Sampling())
+        try:
+            result = generation.run(container, settings, checkpoint, PROMPT, NEW_TOKENS, Sampling())
+        finally:
+            close(container)
         generation.save_logits(result, path)
     saved = load_file(path)
     return saved["tokens"].tolist(), saved["logits"]

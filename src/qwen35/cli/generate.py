@@ -107,12 +107,12 @@ def generate_and_compare(
     max_new_tokens: int, sampling: Sampling, compare: str,
 ) -> Report:  # fmt: skip
     """The generation and, where ``compare`` names an adapter, the comparison with it. All ranks call this."""
-    from qwen35.container import build
+    from qwen35.container import build, close
 
     containers = [build(settings)]
-    if compare:
-        containers.append(build(settings, **gated_delta_rule_by(compare)))
     try:
+        if compare:
+            containers.append(build(settings, **gated_delta_rule_by(compare)))
         result = run(containers[0], settings, checkpoint, prompt, max_new_tokens, sampling, ranks)
         comparison = None
         if compare:
@@ -121,7 +121,7 @@ def generate_and_compare(
         return Report(result, served_by(containers[0]), finalized_by(containers[0], ranks), ranks.size, comparison)
     finally:
         for container in containers:
-            container.finalize().close()
+            close(container)
 
 
 def prompt_of(prompt: str, token_ids: str) -> str | tuple[int, ...]:

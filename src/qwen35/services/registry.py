@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -164,10 +165,11 @@ class AdapterRegistry:
         return tuple(f"deviates from {clause}: {why}" for clause, why in deviations.items())
 
     def close(self) -> None:
-        """Close every adapter that was made."""
-        for made in self._made.values():
-            made.close()
-        self._made.clear()
+        """Close every adapter that was made, also where one of them fails to. Idempotent."""
+        with ExitStack() as closing:
+            for made in self._made.values():
+                closing.callback(made.close)
+            self._made.clear()
 
 
 def _made(what: str, entry: AdapterEntry, platform: Platform, options: AdapterOptions) -> Any:
