@@ -62,8 +62,9 @@ def test_an_unknown_port_is_refused() -> None:
 
 def test_a_named_adapter_that_is_not_usable_is_refused_with_its_reasons() -> None:
     entry = fake_entry("mine", FakeGatedDeltaRule(1.0), unusable=("device requires tpu, got cpu",))
-    with pytest.raises(UnavailableError, match="device requires tpu, got cpu"):
-        qwen35.build(device="cpu", adapters=[entry], gdn_decode="mine")
+    for fallback in (None, "reference"):  # a fallback serves refused calls; it stands in for no adapter
+        with pytest.raises(UnavailableError, match="device requires tpu, got cpu"):
+            qwen35.build(device="cpu", adapters=[entry], gdn_decode="mine", gdn_fallback=fallback)
 
 
 @pytest.mark.row("D28")
