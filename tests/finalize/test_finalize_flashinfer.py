@@ -210,12 +210,12 @@ def test_no_symmetric_memory_backend_at_all_is_an_error(config: Any) -> None:
 @pytest.mark.row("A25")
 def test_the_ipc_backend_needs_no_multicast_and_says_what_it_needs() -> None:
     ipc = FlashInferIpcFusion(HOPPER)
-    assert ipc.supports(signature(hidden=2048, top_k=8, tp_size=2, rank=0))
+    assert ipc.supports(signature(hidden=2048, top_k=8, tp_size=2, rank=0, max_m=64))
     bad = {
         "tensor parallel size": {"tp_size": 3, "rank": 0}, "dtype": {"dtype": "float32"},
-        "max_m * hidden * ranks": {"max_m": 1 << 17}, "device": {"device": "cpu"},
+        "max_m requires at most 64": {"max_m": 65}, "device": {"device": "cpu"},
     }
     for reason, change in bad.items():
-        reasons = ipc.supports(signature(**change)).reasons
+        reasons = ipc.supports(signature(**{"max_m": 64} | change)).reasons
         assert len(reasons) == 1, reasons
         assert reasons[0].startswith(reason)

@@ -79,6 +79,34 @@ def test_one_projection_is_decoded_without_a_copy_and_others_are_packed() -> Non
     assert bed.fake.latest("packed_decode")["mixed_qkv"].data_ptr() == first
 
 
+def test_tensors_that_an_allocator_put_side_by_side_are_not_taken_for_one_projection() -> None:
+    bed = Bed()
+    call = DecodeCall(**bed.tokens(1), slots=slots(2))
+    want = bed.adapter.decode(replace(call, states=call.states.clone(), k=call.k.clone()))
+    parts = (call.q, call.k, call.v)
+    sizes = [x.numel() * x.element_size() for x in parts]
+    block = bytearray(sum(sizes))
+    apart = [
+        torch.frombuffer(block, dtype=x.dtype, count=x.numel(), offset=sum(sizes[:i])).view(x.shape).copy_(x)
+        for i, x in enumerate(parts)
+    ]
+    assert apart[1].data_ptr() == apart[0].data_ptr() + sizes[0], "side by side"
+    q, k, v = apart
+    assert torch.equal(bed.adapter.decode(replace(call, q=q, k=k, v=v)), want), f"seed {bed.seed}"
+
+
+@pytest.mark.case("C8")
+def test_sequences_past_the_grid_of_the_chunked_prefill_are_refused() -> None:
+    bed = Bed()
+    many = 65_535 // HV + 1
+    tokens = {name: x for name, x in bed.tokens(many).items() if name != "states"}
+    call = ExtendCall(
+        **tokens, states=bed.tokens(1)["states"], slots=torch.full((many,), -1, dtype=torch.int32),
+        cu_seqlens=torch.arange(many + 1),
+    )  # fmt: skip
+    assert "S*HV of at most 65535" in "; ".join(bed.adapter.supports(call).reasons)
+
+
 @pytest.mark.case("C8")
 def test_rows_past_the_packed_grid_take_the_recurrent_kernel() -> None:
     bed = Bed()

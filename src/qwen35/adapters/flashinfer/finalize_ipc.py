@@ -14,11 +14,13 @@ from qwen35.ports.finalize_checks import signature_support, torch_dtype
 
 NAME = "flashinfer_ipc"
 
-#: trtllm_ar.py: what one rank's messages of a call may take, a little under 2 GiB.
-MOST_MESSAGE_BYTES = 2147483647 & ~((1 << 21) - 1)
-
 #: trtllm_moe_allreduce_fusion.cuh computes row * hidden in 32-bit integers.
 MOST_ROUTED_ELEMENTS = 2**31 - 1
+
+
+#: Rows up to which the fused finalize came back: calls in quick succession hung on two H200s at 256 rows, and at mixed
+#: sizes up to 128, with 0.6.18 (docs/upstream.md).
+MOST_ROWS = 64
 
 
 class FlashInferIpcFusion:
@@ -33,9 +35,9 @@ class FlashInferIpcFusion:
 
     def supports(self, signature: WorkspaceSignature) -> Support:
         reasons = [*signature_support(self.capabilities, signature).reasons, *self._facts.no_symmetric_memory]
-        message = signature.max_m * signature.hidden * signature.tp_size * 2
-        if message > MOST_MESSAGE_BYTES:
-            reasons.append(f"max_m * hidden * ranks requires at most {MOST_MESSAGE_BYTES} bytes, got {message}")
+        if signature.max_m > MOST_ROWS:
+            reasons.append(f"max_m requires at most {MOST_ROWS}, past which FlashInfer's fused finalize may hang, got "
+                           f"{signature.max_m}")  # fmt: skip
         return Support.of(*reasons, *installed())
 
     def prepare(self, signature: WorkspaceSignature) -> FlashInferFusionWorkspace:

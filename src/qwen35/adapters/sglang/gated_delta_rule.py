@@ -230,6 +230,9 @@ def _reasons(call: DecodeCall | ExtendCall | VerifyCall) -> Iterable[str]:
         elements = chunks * call.v.shape[1] * call.v.shape[2] * call.q.shape[2]
         if elements >= MAX_ELEMENTS:
             yield f"extend requires chunks*HV*V*K below 2**31, got {elements}"
+        heads = call.slots.shape[0] * call.v.shape[1]
+        if heads > MAX_BLOCKS:
+            yield f"extend requires S*HV of at most {MAX_BLOCKS}, got {heads}"
         return
     if isinstance(call.gates, LogGates):
         yield "gates require raw, got log: SGLang's decode and verify make the gates themselves"

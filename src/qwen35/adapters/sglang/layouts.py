@@ -13,7 +13,7 @@ from qwen35.ports.gdn_calls import DecodeCall, VerifyCall
 
 def packed_projection(call: DecodeCall, scratch: Scratch) -> Tensor:
     """q, k and v of each row side by side, [B, 2HK + HV*V]: a view where they were cut from one projection, else
-    three copies into scratch."""
+    three copies into scratch. Tensors of their own may lie side by side too, where an allocator put them there."""
     batch = call.q.shape[0]
     parts = (call.q, call.k, call.v)
     widths = [x.shape[1] * x.shape[2] for x in parts]
@@ -23,12 +23,16 @@ def packed_projection(call: DecodeCall, scratch: Scratch) -> Tensor:
         x.data_ptr() == start and x.stride(0) == pitch and x.stride(1) == x.shape[2]
         for x, start in zip(parts, starts, strict=True)
     )
-    if adjacent and (pitch >= sum(widths) or batch == 1):
+    if adjacent and (pitch >= sum(widths) or batch == 1) and _one_storage(parts):
         return call.q.as_strided((batch, sum(widths)), (max(pitch, sum(widths)), 1))
     mixed = scratch.take("mixed", (batch, sum(widths)), call.q.dtype, call.q.device)
     for x, part in zip(parts, torch.split(mixed, widths, dim=1), strict=True):
         torch.unflatten(part, 1, x.shape[1:]).copy_(x)
     return mixed
+
+
+def _one_storage(tensors: Iterable[Tensor]) -> bool:
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
 
 
 def one_pitch(tensor: Tensor) -> Tensor:
