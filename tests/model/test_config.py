@@ -83,6 +83,25 @@ def test_every_missing_key_is_named(tmp_path: Path, base: dict[str, Any]) -> Non
         read(tmp_path, {**base, "rope_parameters": {"partial_rotary_factor": 0.5}})
 
 
+@pytest.mark.parametrize(
+    ("lacking", "change", "silent"),
+    [
+        ("num_hidden_layers", {"layer_types": ["linear_attention"] * 4}, "layer_types must"),
+        ("num_hidden_layers", {"mlp_only_layers": [2]}, "mlp_only_layers"),
+        ("num_experts", {"num_experts_per_tok": 4}, "num_experts_per_tok must"),
+        ("head_dim", {}, "partial_rotary_factor must"),
+        ("num_key_value_heads", {"num_attention_heads": 3}, "num_attention_heads must"),
+        ("linear_num_value_heads", {"linear_num_key_heads": 16}, "multiple"),
+    ],
+)
+def test_a_missing_number_is_not_invented_for_a_second_message(
+    tmp_path: Path, lacking: str, change: dict[str, Any], silent: str
+) -> None:
+    with pytest.raises(CheckpointError, match=f"{lacking} is missing") as caught:
+        read(tmp_path, {**without(MOE_TEXT, lacking), **change})
+    assert silent not in str(caught.value)
+
+
 def test_all_problems_come_in_one_error(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         read(tmp_path, {**without(DENSE_TEXT, "vocab_size"), "hidden_size": "64", "rms_norm_eps": 0})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -166,7 +167,7 @@ def test_everything_that_does_not_fit_is_listed_at_once(checkpoint: Path) -> Non
         load(checkpoint)
     message = str(caught.value)
     missing, *others = message.split("; ")
-    for name in ("norm.weight", "layers.1.mlp.experts.2.up_proj.weight", "layers.0.linear_attn.A_log"):
+    for name in ("model.norm.weight", EXPERT, "model.layers.0.linear_attn.A_log"):
         assert name in missing
     rest = "; ".join(others)
     for part in (
@@ -178,6 +179,22 @@ def test_everything_that_does_not_fit_is_listed_at_once(checkpoint: Path) -> Non
         assert part in rest
 
 
+@pytest.mark.parametrize(
+    ("prefix", "head"),
+    [("model.", "lm_head."), ("model.language_model.", "lm_head."),
+     ("language_model.model.", "language_model.lm_head."), ("", "lm_head.")],
+)  # fmt: skip
+def test_what_is_missing_is_spelled_as_the_checkpoint_spells_the_rest(checkpoint: Path, prefix: str, head: str) -> None:
+    def spoil(tensors: Tensors) -> Tensors:
+        kept = {n.replace("model.", prefix, 1): v for n, v in tensors.items() if n != "model.norm.weight"}
+        return {**{n: v for n, v in kept.items() if n != "lm_head.weight"}, f"{prefix}foo": torch.zeros(2)}
+
+    rewrite(checkpoint, spoil)
+    found = f"missing: {prefix}norm.weight, {head}weight; unexpected: {prefix}foo"
+    with pytest.raises(CheckpointError, match=re.escape(found) + "$"):
+        load(checkpoint)
+
+
 def test_experts_stored_both_ways_or_a_name_under_two_prefixes_are_refused(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda t: {**packed(t), EXPERT: t[EXPERT], "norm.weight": t["model.norm.weight"].clone()})
     with pytest.raises(CheckpointError, match=f"same weight.*unexpected: {EXPERT}"):
@@ -186,7 +203,7 @@ def test_experts_stored_both_ways_or_a_name_under_two_prefixes_are_refused(check
 
 def test_missing_packed_experts_are_reported_under_the_packed_name(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda t: {n: v for n, v in t.items() if ".experts." not in n})
-    with pytest.raises(CheckpointError, match=r"missing: .*gate_up_proj, layers\.0\.mlp\.experts\.down_proj"):
+    with pytest.raises(CheckpointError, match=r"missing: .*gate_up_proj, model\.layers\.0\.mlp\.experts\.down_proj"):
         load(checkpoint)
 
 

@@ -20,20 +20,26 @@ class Keys:
         self.where = where
         self._values, self._prefix = values, prefix
         self._problems: list[str] = [] if parent is None else parent._problems
+        self._spoilt: set[str] = set() if parent is None else parent._spoilt
 
     def get(self, name: str) -> object:
         """The value, None where it is absent or null."""
         return self._values.get(name)
 
     def wrong(self, name: str, expected: str, got: object) -> None:
-        """Note that key ``name`` must be ``expected``."""
+        """Note that key ``name`` (or an entry of it, ``name[3]``) must be ``expected``."""
+        self._spoilt.add(self._prefix + name.partition("[")[0])
         self._problems.append(f"{self._prefix}{name} must be {expected}, got {got}")
+
+    def holds(self, *names: str) -> bool:
+        """Whether nothing was wrong with these keys so far: only then can a rule between them be judged."""
+        return not any(self._prefix + name in self._spoilt for name in names)
 
     def size(self, name: str, called: str | None = None, default: int | None = None) -> int:
         """A whole number of at least 1; ``called`` is the name that a missing key is reported under."""
         value = self.get(name)
         if value is None:
-            return self._missing(called or name) if default is None else default
+            return self._missing(name, called) if default is None else default
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             self.wrong(name, "a whole number of at least 1", repr(value))
             return 1
@@ -71,6 +77,7 @@ class Keys:
         if self._problems:
             raise CheckpointError(f"{self.where}: {'; '.join(dict.fromkeys(self._problems))}")
 
-    def _missing(self, name: str) -> int:
-        self._problems.append(f"{self._prefix}{name} is missing")
+    def _missing(self, name: str, called: str | None = None) -> int:
+        self._spoilt.add(self._prefix + name)
+        self._problems.append(f"{self._prefix}{called or name} is missing")
         return 1

@@ -105,7 +105,7 @@ def parse_config(top: dict[str, object], where: str, generation_eos: object = No
     keys = Keys(text, where)
     _refuse_what_is_not_built(keys)
     types = _layer_types(keys)
-    moe = _moe(keys, len(types)) if model_type == MOE else None
+    moe = _moe(keys, types) if model_type == MOE else None
     dense = moe is None or len(moe.layers) < len(types)
     head_width = keys.size("head_dim")
     theta, rotary_width = _rope(keys, head_width)
@@ -114,7 +114,7 @@ def parse_config(top: dict[str, object], where: str, generation_eos: object = No
            *_token_ids(keys, "generation_config.json eos_token_id", generation_eos)]  # fmt: skip
     dtype = text.get("dtype", text.get("torch_dtype", top.get("dtype", top.get("torch_dtype"))))
     heads, kv_heads = keys.size("num_attention_heads"), keys.size("num_key_value_heads")
-    if heads % kv_heads:
+    if keys.holds("num_attention_heads", "num_key_value_heads") and heads % kv_heads:
         keys.wrong("num_attention_heads", f"a multiple of num_key_value_heads = {kv_heads}", heads)
     config = TextConfig(
         vocabulary=keys.size("vocab_size"), hidden=keys.size("hidden_size"), layer_types=types,
@@ -168,14 +168,15 @@ def _layer_types(keys: Keys) -> tuple[LayerType, ...]:
     for i, name in enumerate(given):
         if not isinstance(name, str) or name not in known:
             keys.wrong(f"layer_types[{i}]", " or ".join(sorted(known)), name)
-    if len(given) != count:
+    if keys.holds("num_hidden_layers") and len(given) != count:
         keys.wrong("layer_types", f"num_hidden_layers = {count} entries", f"{len(given)} entries")
     return tuple(types)
 
 
-def _moe(keys: Keys, layers: int) -> MoeConfig:
+def _moe(keys: Keys, types: tuple[LayerType, ...]) -> MoeConfig:
+    layers = len(types)
     experts, top_k = keys.size("num_experts"), keys.size("num_experts_per_tok")
-    if top_k > experts:
+    if keys.holds("num_experts", "num_experts_per_tok") and top_k > experts:
         keys.wrong("num_experts_per_tok", f"at most num_experts = {experts}", top_k)
     step = keys.size("decoder_sparse_step", default=1)
     dense = _layer_numbers(keys, "mlp_only_layers", layers)
@@ -195,9 +196,11 @@ def _layer_numbers(keys: Keys, name: str, layers: int) -> frozenset[int]:
     if not isinstance(given, list):
         keys.wrong(name, "a list of layer numbers", repr(given))
         return frozenset()
+    counted = keys.holds("num_hidden_layers", "layer_types", "full_attention_interval")
+    expected = f"a layer number in 0..{layers - 1}" if counted else "a layer number"
     for i, number in enumerate(given):
-        if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < layers:
-            keys.wrong(f"{name}[{i}]", f"a layer number in 0..{layers - 1}", repr(number))
+        if isinstance(number, bool) or not isinstance(number, int) or number < 0 or (counted and number >= layers):
+            keys.wrong(f"{name}[{i}]", expected, repr(number))
     return frozenset(number for number in given if isinstance(number, int))
 
 
@@ -215,16 +218,18 @@ def _rope(keys: Keys, head_width: int) -> tuple[float, int]:
     holder = rope if rope.get("partial_rotary_factor") is not None else keys
     factor = holder.positive("partial_rotary_factor")
     width = int(head_width * factor)
-    if not 0 < width <= head_width or width % 2:
+    known = keys.holds("head_dim") and holder.holds("partial_rotary_factor")
+    if known and (not 0 < width <= head_width or width % 2):
         keys.wrong("partial_rotary_factor", f"an even part of head_dim = {head_width}", factor)
     return theta, width
 
 
 def _gdn(keys: Keys) -> GdnGeometry:
-    sizes = {
-        "key_heads": keys.size("linear_num_key_heads"), "value_heads": keys.size("linear_num_value_heads"),
-        "key_width": keys.size("linear_key_head_dim"), "value_width": keys.size("linear_value_head_dim"),
-    }  # fmt: skip
+    heads = {"key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads"}
+    widths = {"key_width": "linear_key_head_dim", "value_width": "linear_value_head_dim"}
+    sizes = {field: keys.size(name) for field, name in (heads | widths).items()}
+    if not keys.holds(*heads.values()):
+        sizes["key_heads"] = sizes["value_heads"] = 1
     try:
         return GdnGeometry(**sizes)
     except ConfigurationError as exc:

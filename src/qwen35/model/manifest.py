@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from qwen35.domain.errors import CheckpointError
@@ -16,6 +17,8 @@ PREFIXES = (
     ("language_model.lm_head.", "lm_head."),
     ("model.", ""),
 )
+#: Stands beside the text model in every layout, not inside.
+HEAD = "lm_head."
 #: Tensors that are no part of the text model and are passed over: the vision tower, and the extra layers that
 #: predict several tokens at once.
 SKIPPED = ("model.visual.", "visual.", "model.mtp.", "mtp.")
@@ -38,7 +41,7 @@ def match(table: Mapping[str, WeightSpec], stored: Iterable[Stored], tied: bool)
     that is no float. With ``tied`` embeddings a stored lm_head.weight is taken along as a source of that name,
     for the loader to compare.
     """
-    named, problems = _by_model_name(stored)
+    named, problems, spelling = _by_model_name(stored)
     sources, missing = [], []
     wanted = dict(table)
     if tied and "lm_head.weight" in named:
@@ -56,7 +59,7 @@ def match(table: Mapping[str, WeightSpec], stored: Iterable[Stored], tied: bool)
             problems += _mismatches(found, spec.shape if part is None else _part_shape(spec, part))
             sources.append(Source(found, name, part))
     if missing:
-        problems.insert(0, f"missing: {', '.join(missing)}")
+        problems.insert(0, f"missing: {', '.join(map(spelling, missing))}")
     if named:
         problems.append(f"unexpected: {', '.join(s.name for s in named.values())}")
     if problems:
@@ -64,9 +67,11 @@ def match(table: Mapping[str, WeightSpec], stored: Iterable[Stored], tied: bool)
     return sorted(sources, key=lambda source: str(source.stored.path))
 
 
-def _by_model_name(stored: Iterable[Stored]) -> tuple[dict[str, Stored], list[str]]:
+def _by_model_name(stored: Iterable[Stored]) -> tuple[dict[str, Stored], list[str], Callable[[str], str]]:
+    """The tensors by the model's own names, what is wrong with that, and how the checkpoint spells such a name."""
     named: dict[str, Stored] = {}
     problems = []
+    seen: Counter[str] = Counter()
     for tensor in stored:
         if tensor.name.startswith(SKIPPED):
             continue
@@ -75,10 +80,16 @@ def _by_model_name(stored: Iterable[Stored]) -> tuple[dict[str, Stored], list[st
             if name.startswith(prefix):
                 name = becomes + name.removeprefix(prefix)
                 break
+        else:
+            prefix = ""
+        if not name.startswith(HEAD):
+            seen[prefix] += 1
         if name in named:
             problems.append(f"{tensor.name} and {named[name].name} are the same weight")
         named[name] = tensor
-    return named, problems
+    used = seen.most_common(1)[0][0] if seen else "model."
+    head = "language_model." if used == "language_model.model." else ""
+    return named, problems, lambda name: (head if name.startswith(HEAD) else used) + name
 
 
 def _part_shape(spec: WeightSpec, part: Part) -> tuple[int, ...]:
