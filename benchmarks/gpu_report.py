@@ -58,9 +58,14 @@ def main(
 
 
 def read(junit: Path) -> list[dict[str, Any]]:
-    """Name, outcome, seconds and message of every test in a JUnit file."""
+    """Name, outcome, seconds and message of every test in a JUnit file that ended.
+
+    Tests under way when pytest was interrupted stand in it without a name and without a failure.
+    """
     found = []
     for case in ElementTree.parse(junit).iter("testcase"):
+        if not case.get("name"):
+            continue
         problem = next((child for child in case if child.tag in ("failure", "error", "skipped")), None)
         outcome = "passed" if problem is None else problem.tag
         message = "" if problem is None else (problem.get("message") or "")[:MAX_MESSAGE]

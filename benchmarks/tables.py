@@ -1,4 +1,4 @@
-"""Rewrites the tables of README.md from the committed measurements.
+"""Rewrites the tables of README.md and benchmarks/README.md from the committed measurements.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` and comes from ``results/NAME.json``, which
 ``qwen35 swap``, ``gdn_integration.py`` or ``finalize.py`` wrote. ``--check`` writes nothing and exits with 1 where a
@@ -20,20 +20,24 @@ _MARKED = re.compile(r"(<!-- table: (?P<name>[^ ]+) -->\n).*?(<!-- end -->)", re
 
 def main(
     check: Annotated[bool, typer.Option("--check", help="Only say whether the tables are up to date.")] = False,
-    readme: Annotated[Path, typer.Option(help="The document to rewrite.")] = ROOT / "README.md",
-    results: Annotated[Path, typer.Option(help="Where the swap documents are.")] = ROOT / "benchmarks" / "results",
+    readme: Annotated[list[Path] | None, typer.Option(help="The documents to rewrite; default: both READMEs.")] = None,
+    results: Annotated[Path, typer.Option(help="Where the measurements are.")] = ROOT / "benchmarks" / "results",
 ) -> None:
     """Rewrite, or check, every marked table."""
-    old = readme.read_text(encoding="utf-8")
-    new = rewritten(old, results)
-    if new == old:
-        typer.echo(f"{readme.name}: tables are up to date")
-    elif check:
-        typer.echo(f"{readme.name}: tables are stale; run python benchmarks/tables.py", err=True)
+    stale = []
+    for document in readme or (ROOT / "README.md", ROOT / "benchmarks" / "README.md"):
+        old = document.read_text(encoding="utf-8")
+        new = rewritten(old, results)
+        if new == old:
+            typer.echo(f"{document}: tables are up to date")
+        elif check:
+            stale.append(f"{document}: tables are stale; run python benchmarks/tables.py")
+        else:
+            document.write_text(new, encoding="utf-8")
+            typer.echo(f"{document}: tables rewritten")
+    if stale:
+        typer.echo("\n".join(stale), err=True)
         raise typer.Exit(1)
-    else:
-        readme.write_text(new, encoding="utf-8")
-        typer.echo(f"{readme.name}: tables rewritten")
 
 
 def rewritten(text: str, results: Path) -> str:

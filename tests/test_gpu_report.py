@@ -11,6 +11,7 @@ JUNIT = """<testsuites><testsuite>
 <testcase classname="tests.laws.test_laws" name="test_law[b]" time="0.5"><failure message="state of slot 0">trace</failure></testcase>
 <testcase classname="tests.laws.test_laws" name="test_law[c]" time="0"><skipped type="pytest.skip" message="no tree"/></testcase>
 <testcase classname="tests.laws.test_laws" name="test_law[d]" time="0"><skipped type="pytest.xfail" message="as stated"/></testcase>
+<testcase time="0"/>
 </testsuite></testsuites>
 """  # noqa: E501
 
