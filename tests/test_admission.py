@@ -54,7 +54,10 @@ class Desk:
 
     def __init__(self) -> None:
         self.looks, self.settled, self.answer = 0, 0, Support.of()
-        self.admit = Admission("the desk", self._supports, settle=self._settle)
+        self._admission = Admission("the desk", self._supports, settle=self._settle)
+
+    def admit(self, call: Any) -> Any:
+        return self._admission(call, type(call))
 
     def _supports(self, _: Any) -> Support:
         self.looks += 1
@@ -90,6 +93,16 @@ def test_a_call_whose_values_the_host_sees_is_looked_at_each_time() -> None:
     for _ in range(2):
         desk.admit(DecodeCall(**tokens(2)))
     assert desk.looks == 2
+
+
+def test_another_kind_of_call_is_refused_also_where_its_own_kind_was_admitted() -> None:
+    admit = Admission("the desk", lambda _: Support.of())
+    for call in (decode(), commit()):
+        admit(call, type(call))
+        with pytest.raises(ContractError, match=r"the desk requires a VerifyCall, got (Decode|Commit)Call"):
+            admit(call, VerifyCall)
+    with pytest.raises(ContractError, match="the desk requires a DecodeCall, got NoneType"):
+        admit(None, DecodeCall)
 
 
 def test_what_is_not_supported_is_not_remembered() -> None:

@@ -30,6 +30,12 @@ def tensor(name: str, value: object) -> None:
         raise ContractError(f"{name} must be a tensor, got {type(value).__name__}")
 
 
+def kind(phase: str, call: object, expected: type) -> None:
+    """``call`` is a call object of its phase. Every check of a call asks this first."""
+    if not isinstance(call, expected):
+        raise ContractError(f"{phase} requires a {expected.__name__}, got {type(call).__name__}")
+
+
 def integer(name: str, value: object, least: int) -> None:
     """``value`` is an int (no bool, no float) of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:

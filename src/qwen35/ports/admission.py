@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor
 
 from qwen35.domain.capabilities import Support
-from qwen35.domain.errors import UnsupportedError
+from qwen35.domain.errors import ContractError, UnsupportedError
 from qwen35.ports._layout import LayoutCheck, layout_check
 from qwen35.ports.conv_calls import ConvCommitCall, ConvDecodeCall, ConvExtendCall, ConvVerifyCall
 from qwen35.ports.conv_checks import (
@@ -20,6 +20,7 @@ from qwen35.ports.conv_checks import (
 )
 from qwen35.ports.gdn_calls import CommitCall, DecodeCall, ExtendCall, LogGates, VerifyCall
 from qwen35.ports.gdn_checks import check_commit, check_decode, check_extend, check_verify
+from qwen35.ports.support import phase_of
 
 #: The check of each kind of call; with ``values=True`` it also reads what lies on the device.
 CHECKS: Mapping[type, Callable[..., None]] = {
@@ -27,6 +28,13 @@ CHECKS: Mapping[type, Callable[..., None]] = {
     ConvDecodeCall: check_conv_decode, ConvExtendCall: check_conv_extend, ConvVerifyCall: check_conv_verify,
     ConvCommitCall: check_conv_commit,
 }  # fmt: skip
+
+
+def check_call(call: object, values: bool = False) -> None:
+    """The check of whichever kind of call this is. Raises ``ContractError``, for what is no call at all too."""
+    phase_of(call)
+    CHECKS[type(call)](call, values=values)
+
 
 #: Layouts kept before the cache starts anew; engines use a few hundred batch sizes.
 MAX_LAYOUTS = 4096
@@ -59,31 +67,33 @@ class Admission:
         self._known: dict[tuple[object, ...], _Known] = {}
         self._latest: dict[type, _Known] = {}
 
-    def __call__(self, call: Any) -> Any:
-        """Admit ``call``, or raise."""
-        latest = self._latest.get(type(call))
+    def __call__(self, call: Any, kind: type) -> Any:
+        """Admit ``call``, which must be of the ``kind`` that the method takes, or raise."""
+        if type(call) is not kind:
+            raise ContractError(f"a call for {self._what} requires a {kind.__name__}, got {type(call).__name__}")
+        latest = self._latest.get(kind)
         if latest is not None and latest.recall(call):
             return latest.settled
         try:
             layout = _layout(call)
         except AttributeError:  # something is no tensor: the check names it
-            CHECKS[type(call)](call)
+            CHECKS[kind](call)
             raise
         known = None if layout is None else self._known.get(layout)
         if known is not None:
             known.compare_with(call)
-            self._latest[type(call)] = known
+            self._latest[kind] = known
             return known.settled
-        CHECKS[type(call)](call)
+        CHECKS[kind](call)
         support = self._supports(call)
         if not support:
-            raise UnsupportedError(f"{type(call).__name__} for {self._what}", support.reasons)
+            raise UnsupportedError(f"{kind.__name__} for {self._what}", support.reasons)
         self._cover(call)
         settled = self._settle(call)
         if layout is not None:
             if len(self._known) >= MAX_LAYOUTS:
                 self._known.clear()
-            self._known[layout] = self._latest[type(call)] = _Known(call, settled)
+            self._known[layout] = self._latest[kind] = _Known(call, settled)
         return settled
 
 

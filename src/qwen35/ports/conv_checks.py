@@ -15,6 +15,7 @@ _TokenCall = ConvDecodeCall | ConvExtendCall | ConvVerifyCall
 
 def check_conv_decode(call: ConvDecodeCall, values: bool = False) -> None:
     """Raise a ``ContractError`` where ``call`` does not meet the contract."""
+    check.kind("decode", call, ConvDecodeCall)
     (batch,) = _tokens(call, 1, "[B, C]")
     _slots(call.slots, call.write_slots, batch, call.windows, values)
     if values or call.windows.is_cpu:
@@ -24,6 +25,7 @@ def check_conv_decode(call: ConvDecodeCall, values: bool = False) -> None:
 
 def check_conv_extend(call: ConvExtendCall, values: bool = False) -> None:
     """Raise a ``ContractError`` where ``call`` does not meet the contract."""
+    check.kind("extend", call, ConvExtendCall)
     (tokens,) = _tokens(call, 1, "[T, C]")
     check.rank("cu_seqlens", call.cu_seqlens, 1, "[S+1]")
     sequences = call.cu_seqlens.shape[0] - 1
@@ -46,6 +48,7 @@ def check_conv_extend(call: ConvExtendCall, values: bool = False) -> None:
 
 def check_conv_verify(call: ConvVerifyCall, values: bool = False) -> None:
     """Raise a ``ContractError`` where ``call`` does not meet the contract."""
+    check.kind("verify", call, ConvVerifyCall)
     batch, draft = _tokens(call, 2, "[B, T, C]")
     _intermediates(call.intermediates, call.windows)
     if call.intermediates.shape[1] < draft:
@@ -65,6 +68,7 @@ def check_conv_verify(call: ConvVerifyCall, values: bool = False) -> None:
 
 def check_conv_commit(call: ConvCommitCall, values: bool = False) -> None:
     """Raise a ``ContractError`` where ``call`` does not meet the contract."""
+    check.kind("commit", call, ConvCommitCall)
     _windows(call.windows)
     _intermediates(call.intermediates, call.windows)
     check.rank("slots", call.slots, 1, "[B]")

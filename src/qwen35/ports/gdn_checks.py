@@ -39,6 +39,7 @@ def call_geometry(call: TokenCall) -> GdnGeometry:
 
 def check_decode(call: DecodeCall, values: bool = False) -> None:
     """Raise a ``ContractError`` where ``call`` does not meet the contract."""
+    check.kind("decode", call, DecodeCall)
     batch = _tokens(call, 1, "[B, {}]")[0]
     _slots(call.slots, call.write_slots, batch, call.states, values)
     if values or call.states.is_cpu:
@@ -48,6 +49,7 @@ def check_decode(call: DecodeCall, values: bool = False) -> None:
 
 def check_extend(call: ExtendCall, values: bool = False) -> None:
     """Raise a ``ContractError`` where ``call`` does not meet the contract."""
+    check.kind("extend", call, ExtendCall)
     (tokens,) = _tokens(call, 1, "[T, {}]")
     check.rank("cu_seqlens", call.cu_seqlens, 1, "[S+1]")
     sequences = call.cu_seqlens.shape[0] - 1
@@ -71,6 +73,7 @@ def check_extend(call: ExtendCall, values: bool = False) -> None:
 
 def check_verify(call: VerifyCall, values: bool = False) -> None:
     """Raise a ``ContractError`` where ``call`` does not meet the contract."""
+    check.kind("verify", call, VerifyCall)
     batch, draft = _tokens(call, 2, "[B, T, {}]")
     _intermediates(call.intermediates, call.states)
     if call.intermediates.shape[1] < draft:
@@ -90,6 +93,7 @@ def check_verify(call: VerifyCall, values: bool = False) -> None:
 
 def check_commit(call: CommitCall, values: bool = False) -> None:
     """Raise a ``ContractError`` where ``call`` does not meet the contract."""
+    check.kind("commit", call, CommitCall)
     _states(call.states)
     _intermediates(call.intermediates, call.states)
     check.rank("slots", call.slots, 1, "[B]")

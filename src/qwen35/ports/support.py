@@ -7,7 +7,8 @@ from collections.abc import Iterable, Set
 import torch
 
 from qwen35.domain.capabilities import Capabilities, GateKind, Phase, Support
-from qwen35.domain.errors import ConfigurationError
+from qwen35.domain.errors import ConfigurationError, ContractError
+from qwen35.domain.geometry import GdnGeometry
 from qwen35.ports.conv_calls import ConvCommitCall, ConvDecodeCall, ConvExtendCall, ConvPlan, ConvVerifyCall
 from qwen35.ports.gdn_calls import CommitCall, DecodeCall, ExtendCall, GdnPlan, LogGates, VerifyCall
 from qwen35.ports.gdn_checks import call_geometry
@@ -20,6 +21,15 @@ PHASE_OF: dict[type, Phase] = {
     ConvDecodeCall: Phase.DECODE, ConvExtendCall: Phase.EXTEND, ConvVerifyCall: Phase.VERIFY,
     ConvCommitCall: Phase.COMMIT,
 }  # fmt: skip
+
+
+def phase_of(call: object) -> Phase:
+    """The phase of a call object. Raises ``ContractError`` for what is none."""
+    phase = PHASE_OF.get(type(call))
+    if phase is None:
+        known = ", ".join(kind.__name__ for kind in PHASE_OF)
+        raise ContractError(f"call must be one of {known}, got {type(call).__name__}")
+    return phase
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -38,14 +48,19 @@ def _answer(reasons: Iterable[str | None]) -> Support:
     return Support.of(*(r for r in reasons if r is not None))
 
 
-def check_plan(plan: GdnPlan | ConvPlan) -> None:
-    """Raise ``ConfigurationError`` where a field of ``plan`` is no plan's: a negative size, a device by name."""
+def check_plan(plan: GdnPlan | ConvPlan, expected: type) -> None:
+    """Raise ``ConfigurationError`` where ``plan`` is not of the ``expected`` kind, or a field is no plan's: a negative
+    size, a device by name, no geometry."""
+    if not isinstance(plan, expected):
+        raise ConfigurationError(f"prepare requires a {expected.__name__}, got {type(plan).__name__}")
     sizes = {"max_batch": (plan.max_batch, 0), "max_tokens": (plan.max_tokens, 0), "max_draft": (plan.max_draft, 0)}
     if isinstance(plan, ConvPlan):
         sizes |= {"channels": (plan.channels, 1), "width": (plan.width, 2)}
         state = ("window_dtype", plan.window_dtype)
     else:
         state = ("state_dtype", plan.state_dtype)
+        if not isinstance(plan.geometry, GdnGeometry):
+            raise ConfigurationError(f"GdnPlan.geometry must be a GdnGeometry, got {plan.geometry!r}")
         if plan.null_slot is not None:
             sizes["null_slot"] = (plan.null_slot, 0)
     kind = type(plan).__name__
@@ -61,7 +76,7 @@ def check_plan(plan: GdnPlan | ConvPlan) -> None:
 
 def plan_support(can: Capabilities, plan: GdnPlan) -> Support:
     """Whether an adapter with capabilities ``can`` can serve ``plan``. Raises what ``check_plan`` raises."""
-    check_plan(plan)
+    check_plan(plan, GdnPlan)
     g = plan.geometry
     return _answer((
         requires("device", can.device_types, plan.device.type),
@@ -76,7 +91,7 @@ def plan_support(can: Capabilities, plan: GdnPlan) -> Support:
 
 def call_support(can: Capabilities, call: _GdnCall) -> Support:
     """Whether an adapter with capabilities ``can`` can honour ``call``, with every reason against it."""
-    phase = PHASE_OF[type(call)]
+    phase = phase_of(call)
     reasons: list[str | None] = [
         None if phase in can.phases else f"{phase} is not offered",
         requires("device", can.device_types, call.states.device.type),
@@ -105,7 +120,7 @@ def call_support(can: Capabilities, call: _GdnCall) -> Support:
 
 def conv_plan_support(can: Capabilities, plan: ConvPlan) -> Support:
     """Whether an adapter with capabilities ``can`` can serve ``plan``. Raises what ``check_plan`` raises."""
-    check_plan(plan)
+    check_plan(plan, ConvPlan)
     return _answer((
         requires("device", can.device_types, plan.device.type),
         requires("window dtype", can.state_dtypes, dtype_name(plan.window_dtype)),
@@ -116,7 +131,7 @@ def conv_plan_support(can: Capabilities, plan: ConvPlan) -> Support:
 
 def conv_call_support(can: Capabilities, call: _ConvCall) -> Support:
     """Whether an adapter with capabilities ``can`` can honour ``call``, with every reason against it."""
-    phase = PHASE_OF[type(call)]
+    phase = phase_of(call)
     reasons: list[str | None] = [
         None if phase in can.phases else f"{phase} is not offered",
         requires("device", can.device_types, call.windows.device.type),

@@ -11,7 +11,7 @@ from torch import Tensor
 from qwen35.domain.alignment import CapturedBranch, replay_reasons
 from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import UnsupportedError
-from qwen35.ports.admission import CHECKS
+from qwen35.ports.admission import check_call
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
     DecodeCall,
@@ -23,7 +23,7 @@ from qwen35.ports.gated_delta_rule import (
     ReplayPlan,
     VerifyCall,
 )
-from qwen35.ports.support import PHASE_OF
+from qwen35.ports.support import phase_of
 from qwen35.services.counters import Counters
 from qwen35.services.routing import Decision, Route, capturing
 
@@ -46,17 +46,21 @@ class GatedDeltaRuleService:
         (d_name, d), (e_name, e), (v_name, v) = (adapters[p] for p in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY))
         f_name, f = fallback or ("", None)
         self._decode = Route(
-            PORT, Phase.DECODE, (d_name, d.decode), None if f is None else (f_name, f.decode), counters, _addresses
-        )
+            PORT, Phase.DECODE, DecodeCall, (d_name, d.decode), None if f is None else (f_name, f.decode), counters,
+            _addresses,
+        )  # fmt: skip
         self._extend = Route(
-            PORT, Phase.EXTEND, (e_name, e.extend), None if f is None else (f_name, f.extend), counters, _addresses
-        )
+            PORT, Phase.EXTEND, ExtendCall, (e_name, e.extend), None if f is None else (f_name, f.extend), counters,
+            _addresses,
+        )  # fmt: skip
         self._verify = Route(
-            PORT, Phase.VERIFY, (v_name, v.verify), None if f is None else (f_name, f.verify), counters, _addresses
-        )
+            PORT, Phase.VERIFY, VerifyCall, (v_name, v.verify), None if f is None else (f_name, f.verify), counters,
+            _addresses,
+        )  # fmt: skip
         self._commit = Route(
-            PORT, Phase.COMMIT, (v_name, v.commit), None if f is None else (f_name, f.commit), counters, _addresses
-        )
+            PORT, Phase.COMMIT, CommitCall, (v_name, v.commit), None if f is None else (f_name, f.commit), counters,
+            _addresses,
+        )  # fmt: skip
 
     @property
     def capabilities(self) -> Capabilities:
@@ -114,7 +118,7 @@ class GatedDeltaRuleService:
 
     def supports(self, call: GdnCall) -> Support:
         """Whether the phase's adapter, or else the fallback, would honour ``call``."""
-        support = self._adapters[PHASE_OF[type(call)]][1].supports(call)
+        support = self._adapters[phase_of(call)][1].supports(call)
         if support or self._fallback is None:
             return support
         second = self._fallback[1].supports(call)
@@ -161,7 +165,7 @@ class GatedDeltaRuleService:
 
     def _check(self, call: GdnCall) -> None:
         if not capturing():
-            CHECKS[type(call)](call, values=True)
+            check_call(call, values=True)
 
 
 def _addresses(call: GdnCall) -> tuple[tuple[str, int], ...]:

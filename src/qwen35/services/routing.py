@@ -11,7 +11,7 @@ import torch
 
 from qwen35.domain.alignment import CapturedBranch
 from qwen35.domain.capabilities import Phase
-from qwen35.domain.errors import UnsupportedError
+from qwen35.domain.errors import ContractError, UnsupportedError
 from qwen35.services.counters import Counters
 
 logger = logging.getLogger("qwen35")
@@ -45,11 +45,11 @@ class Route(Generic[Call, Result]):
     """
 
     def __init__(
-        self, port: str, phase: Phase, primary: tuple[str, Callable[[Call], Result]],
+        self, port: str, phase: Phase, kind: type[Call], primary: tuple[str, Callable[[Call], Result]],
         fallback: tuple[str, Callable[[Call], Result]] | None, counters: Counters,
         addresses: Callable[[Call], tuple[tuple[str, int], ...]] = lambda _: (),
     ) -> None:  # fmt: skip
-        self._port, self._phase, self._counters = port, phase, counters
+        self._port, self._phase, self._kind, self._counters = port, phase, kind, counters
         self._name, self._serve = primary
         self._addresses = addresses
         self._fallback = fallback if fallback is not None and fallback[0] != self._name else None
@@ -60,12 +60,16 @@ class Route(Generic[Call, Result]):
         self.last = self._chosen
 
     def __call__(self, call: Call) -> Result:
-        """Serve ``call``; raises ``UnsupportedError`` where nobody can."""
+        """Serve ``call``; raises ``UnsupportedError`` where nobody can, ``ContractError`` for another kind of call."""
         captured = capturing()
         try:
             result = self._serve(call)
         except UnsupportedError as exc:
             return self._fall_back(call, exc, captured)
+        except (AttributeError, LookupError, TypeError) as exc:
+            if isinstance(call, self._kind):
+                raise
+            raise ContractError(f"{self._phase} requires a {self._kind.__name__}, got {type(call).__name__}") from exc
         self.last = self._chosen
         if captured:
             self._count_captured()

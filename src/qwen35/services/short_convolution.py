@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from qwen35.domain.capabilities import Capabilities, Phase, Support
-from qwen35.ports.admission import CHECKS
+from qwen35.ports.admission import check_call
 from qwen35.ports.short_convolution import (
     ConvCall,
     ConvCommitCall,
@@ -26,10 +26,10 @@ class ShortConvolutionService:
 
     def __init__(self, name: str, adapter: ShortConvolution, counters: Counters, checked: bool = False) -> None:
         self._adapter, self._checked = adapter, checked
-        self._decode = Route(PORT, Phase.DECODE, (name, adapter.decode), None, counters)
-        self._extend = Route(PORT, Phase.EXTEND, (name, adapter.extend), None, counters)
-        self._verify = Route(PORT, Phase.VERIFY, (name, adapter.verify), None, counters)
-        self._commit = Route(PORT, Phase.COMMIT, (name, adapter.commit), None, counters)
+        self._decode = Route(PORT, Phase.DECODE, ConvDecodeCall, (name, adapter.decode), None, counters)
+        self._extend = Route(PORT, Phase.EXTEND, ConvExtendCall, (name, adapter.extend), None, counters)
+        self._verify = Route(PORT, Phase.VERIFY, ConvVerifyCall, (name, adapter.verify), None, counters)
+        self._commit = Route(PORT, Phase.COMMIT, ConvCommitCall, (name, adapter.commit), None, counters)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -79,4 +79,4 @@ class ShortConvolutionService:
 
     def _check(self, call: ConvCall) -> None:
         if self._checked and not capturing():
-            CHECKS[type(call)](call, values=True)
+            check_call(call, values=True)

@@ -128,7 +128,7 @@ class TritonGatedDeltaRule:
     def decode(self, call: DecodeCall) -> Tensor:
         """One token a row; returns out [B, HV, V]. Mutates the written slots and ``call.out``."""
         self._require_open()
-        launch = self._admit(call)
+        launch = self._admit(call, DecodeCall)
         out = _output(call.v, call.out)
         if launch is not None:
             launch(call, out)
@@ -137,7 +137,7 @@ class TritonGatedDeltaRule:
     def extend(self, call: ExtendCall) -> ExtendResult:
         """Packed sequences; mutates the written slots and ``call.out``. Checkpoints of padded sequences are zero."""
         self._require_open()
-        self._admit(call)
+        self._admit(call, ExtendCall)
         tokens, heads, value_width = call.v.shape
         sequences = call.slots.shape[0]
         out = _output(call.v, call.out)
@@ -157,7 +157,7 @@ class TritonGatedDeltaRule:
     def verify(self, call: VerifyCall) -> Tensor:
         """Draft tokens; returns out [B, T, HV, V]. Mutates ``intermediates`` and ``call.out``, never states."""
         self._require_open()
-        self._admit(call)
+        self._admit(call, VerifyCall)
         batch, draft = call.q.shape[:2]
         out = _output(call.v, call.out)
         if batch and draft:
@@ -167,7 +167,7 @@ class TritonGatedDeltaRule:
     def commit(self, call: CommitCall) -> None:
         """Copy accepted intermediates into the pool; mutates the named slots."""
         self._require_open()
-        self._admit(call)
+        self._admit(call, CommitCall)
         if call.slots.shape[0]:
             self._verify.launch_commit(call)
 
