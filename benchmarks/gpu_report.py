@@ -3,7 +3,7 @@
     python benchmarks/gpu_report.py --out results/laws_triton.json -- tests/laws tests/cases -k triton
 
 What stands behind ``--`` goes to pytest; with pytest-xdist installed add ``-n 12``. After ``--limit`` seconds pytest is
-interrupted, and the report holds what it got to, marked as interrupted.
+interrupted, and the report holds what it got to, marked as interrupted; ``--after REPORT`` then runs what is left.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ def main(
     pytest_arguments: Annotated[list[str], typer.Argument(help="Behind --: what to run.")],
     out: Annotated[Path, typer.Option(help="The JSON to write.")],
     limit: Annotated[int, typer.Option(help="Seconds after which pytest is interrupted.")] = 600,
+    after: Annotated[list[Path] | None, typer.Option(help="Reports whose passed tests are left out.")] = None,
 ) -> None:
     """Run pytest -m gpu and write the report; exits as pytest did."""
     with tempfile.TemporaryDirectory() as folder:
         junit = Path(folder) / "junit.xml"
         fixed = ["-m", "pytest", "-m", "gpu", "-q", "--tb=short", f"--junitxml={junit}"]
+        fixed += [f"--deselect={test}" for report in after or () for test in passed(report)]
         process = subprocess.Popen([sys.executable, *fixed, *pytest_arguments], cwd=ROOT)
         interrupted = False
         try:
@@ -48,13 +50,24 @@ def main(
         tests = read(junit) if junit.exists() else []
     report = {
         "kind": "gpu tests", "created": datetime.now(UTC).isoformat(timespec="seconds"), "interrupted": interrupted,
-        "command": "pytest -m gpu " + " ".join(pytest_arguments), "device": device_facts(detect_platform()),
+        "command": "pytest -m gpu " + " ".join(pytest_arguments), "after": [path.name for path in after or ()],
+        "device": device_facts(detect_platform()),
         "versions": versions(), "counts": dict(Counter(test["outcome"] for test in tests)), "tests": tests,
     }  # fmt: skip
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     typer.echo(f"{out}: {report['counts']}")
     raise typer.Exit(process.returncode)
+
+
+def passed(report: Path) -> list[str]:
+    """Pytest's ids of the tests that passed by ``report``."""
+    found = []
+    for test in json.loads(report.read_text(encoding="utf-8"))["tests"]:
+        module, _, name = test["test"].partition("::")
+        if test["outcome"] == "passed":
+            found.append(f"{module.replace('.', '/')}.py::{name}")
+    return found
 
 
 def read(junit: Path) -> list[dict[str, Any]]:

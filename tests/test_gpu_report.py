@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 SCRIPT = Path(__file__).parent.parent / "benchmarks" / "gpu_report.py"
 JUNIT = """<testsuites><testsuite>
@@ -16,12 +20,26 @@ JUNIT = """<testsuites><testsuite>
 """  # noqa: E501
 
 
-def test_outcomes_and_messages_are_read_from_junit(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def module() -> ModuleType:
     spec = importlib.util.spec_from_file_location("gpu_report", SCRIPT)
     assert spec is not None
     assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    loaded = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(loaded)
+    return loaded
+
+
+def test_a_later_run_leaves_out_what_passed_and_nothing_else(module: ModuleType, tmp_path: Path) -> None:
+    tests = [
+        {"test": "tests.laws.test_laws::test_law[a: b::c]", "outcome": "passed"},
+        {"test": "tests.laws.test_laws::test_law[d]", "outcome": "failure"},
+    ]
+    (tmp_path / "one.json").write_text(json.dumps({"tests": tests}))
+    assert module.passed(tmp_path / "one.json") == ["tests/laws/test_laws.py::test_law[a: b::c]"]
+
+
+def test_outcomes_and_messages_are_read_from_junit(module: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "junit.xml").write_text(JUNIT)
     tests = module.read(tmp_path / "junit.xml")
     assert [test["outcome"] for test in tests] == ["passed", "failure", "skipped", "deviates"]
