@@ -6,7 +6,10 @@ import json
 from typing import Any
 
 import pytest
-from cli_third_party import CLOSED
+from cli_third_party import CLOSED, PORT
+
+from qwen35.domain.capabilities import Clause
+from qwen35.testing import laws_of
 
 
 def test_reference_passes_clause_by_clause_without_a_fallback(run: Any) -> None:
@@ -54,6 +57,23 @@ def test_every_container_is_closed_with_all_that_it_made(run: Any) -> None:
     words = ("--clause", "padding", "--examples", "1", "--device", "cpu", "--json")
     laws = json.loads(run("conform", "plain", *words).stdout)["laws"]
     assert len(CLOSED) >= len(laws) + 1, "a container a law, and the one that told the device"
+
+
+@pytest.mark.usefixtures("third_party")
+def test_ctrl_c_shows_the_laws_that_were_finished(run: Any) -> None:
+    CLOSED.clear()
+    words = ("conform", "interrupted", "--clause", "verify", "--examples", "2", "--device", "cpu")
+    result = run(*words, "--json")
+    assert result.exit_code == 130, result.output
+    assert "interrupted" in result.stderr
+    report = json.loads(result.stdout)
+    assert (report["ok"], report["interrupted"]) == (False, True)
+    # The last law of the clause decodes, which is where Ctrl-C comes.
+    assert [law["law"] for law in report["laws"]] == [law.name for law in laws_of(PORT, Clause.VERIFY)][:-1]
+    assert "Interrupted" in CLOSED
+    table = run(*words)
+    assert table.exit_code == 130
+    assert "the accepted node is copied" in table.stdout
 
 
 def test_a_suite_that_could_show_nothing_has_not_passed(run: Any) -> None:

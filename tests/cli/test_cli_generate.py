@@ -64,6 +64,15 @@ def test_compare_with_an_equal_adapter_finds_no_differing_token(run: Any, checkp
 
 
 @pytest.mark.usefixtures("third_party")
+def test_ctrl_c_is_one_word_and_exit_code_130(run: Any, checkpoint: Path) -> None:
+    CLOSED.clear()
+    result = run("generate", checkpoint, *BASE, "--gdn-decode", "interrupted")
+    assert result.exit_code == 130, result.output
+    assert result.stderr.strip() == "interrupted"
+    assert set(CLOSED) == {"Interrupted"}
+
+
+@pytest.mark.usefixtures("third_party")
 def test_adapters_are_closed_when_it_is_done(run: Any, checkpoint: Path) -> None:
     CLOSED.clear()
     generate(run, checkpoint, "--gdn-decode", "plain", "--compare", "loud")

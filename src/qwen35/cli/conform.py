@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from qwen35.cli.house import DEVICE_HELP, settings_in_force
-from qwen35.cli.screen import output, progress_bar
+from qwen35.cli.house import DEVICE_HELP, EXIT_INTERRUPTED, settings_in_force
+from qwen35.cli.screen import errors, output, progress_bar
 from qwen35.domain.errors import UnknownNameError
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from qwen35.domain.platform import Platform
     from qwen35.testing.conformance import LawReport
 
-SCHEMA = 2
+SCHEMA = 3
 EXIT_BROKEN = 1
 #: The settings that hand a port to one adapter.
 _SETTINGS = {
@@ -38,7 +38,10 @@ def conform(
     device: str = typer.Option("", help=DEVICE_HELP),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
-    """Check an adapter against every clause of the contract; exit code 1 where one is broken."""
+    """Check an adapter against every clause of the contract; exit code 1 where one is broken.
+
+    Ctrl-C shows the laws that were finished, exit code 130.
+    """
     from qwen35.container import build
 
     if port not in _SETTINGS:
@@ -47,26 +50,29 @@ def conform(
     named: dict[str, Any] = dict.fromkeys(_SETTINGS[port], adapter)
     suite = Suite(port, lambda: build(settings, **named))
     reports = suite.run(examples=examples or None, profile=profile, clause=clause, seed=None if seed < 0 else seed)
-    result = document(suite.platform, port, adapter, reports)
+    result = document(suite.platform, port, adapter, reports, suite.interrupted)
     if as_json:
         typer.echo(json.dumps(result, indent=1, allow_nan=False))
     else:
         show(result)
+    if suite.interrupted:
+        raise typer.Exit(EXIT_INTERRUPTED)
     if not result["ok"]:
         raise typer.Exit(EXIT_BROKEN)
 
 
 class Suite:
     """The laws of ``port`` against services of containers that ``make`` builds, a fresh one a law, so that what
-    guards a deployment is judged with the adapter. Raises what ``make`` raises, before any law."""
+    guards a deployment is judged with the adapter. Raises what ``make`` raises, before any law. ``interrupted``: Ctrl-C
+    ended the run."""
 
     def __init__(self, port: str, make: Callable[[], Container]) -> None:
         self._port, self._make = port, make
-        self._open = [make()]
+        self._open, self.interrupted = [make()], False
         self.platform = self._open[0].platform()
 
     def run(self, *, examples: int | None, profile: str, clause: str, seed: int | None) -> list[LawReport]:
-        """Every report."""
+        """Every report; after Ctrl-C those of the laws that were finished."""
         from qwen35.container import close
         from qwen35.domain.capabilities import Clause
         from qwen35.testing.conformance import iter_laws, laws_of
@@ -85,6 +91,9 @@ class Suite:
                     bar.update(task, advance=1, description=f"{report.clause}: {report.law}")
                     while self._open:
                         close(self._open.pop())
+            except KeyboardInterrupt:
+                self.interrupted = True
+                errors().print("interrupted: showing the laws that were finished", style="yellow")
             finally:
                 while self._open:
                     close(self._open.pop())
@@ -106,8 +115,11 @@ def _choice(kind: str, options: Any, name: str) -> Any:
     return known[name]
 
 
-def document(platform: Platform, port: str, adapter: str, reports: list[LawReport]) -> dict[str, Any]:
-    """What ``--json`` prints. ``ok``: something passed and nothing failed. ``fallback`` is None: none is configured."""
+def document(
+    platform: Platform, port: str, adapter: str, reports: list[LawReport], interrupted: bool = False
+) -> dict[str, Any]:
+    """What ``--json`` prints. ``ok``: every law was asked, something passed and nothing failed. ``fallback`` is None:
+    none is configured."""
     from qwen35.testing.conformance import LawStatus
     from qwen35.testing.machine import device_facts, versions
 
@@ -117,7 +129,8 @@ def document(platform: Platform, port: str, adapter: str, reports: list[LawRepor
         del law["fallbacks"]  # without a fallback there is nothing to count
     return {
         "schema": SCHEMA, "kind": "conform", "port": port, "adapter": adapter,
-        "ok": passed and all(report.ok for report in reports), "fallback": None,
+        "ok": passed and not interrupted and all(report.ok for report in reports), "interrupted": interrupted,
+        "fallback": None,
         "device": device_facts(platform), "versions": versions(), "laws": laws,
     }  # fmt: skip
 

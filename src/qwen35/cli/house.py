@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from qwen35.services.registry import AdapterRegistry
     from qwen35.settings import Settings
 
+#: As a shell counts a process that Ctrl-C ended.
+EXIT_INTERRUPTED = 130
 #: What every ``--device`` option says of itself.
 DEVICE_HELP = "cpu, cuda, cuda:1; default: what the settings say (auto: a GPU where there is one)."
 

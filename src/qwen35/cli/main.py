@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from qwen35 import __version__
 from qwen35.cli import conform, demo, doctor, generate, sglang_cmd, swap
+from qwen35.cli.house import EXIT_INTERRUPTED
 from qwen35.cli.screen import errors
 from qwen35.domain.errors import Qwen35Error
 
@@ -19,7 +20,7 @@ EXIT_ERROR = 2
 
 
 class _Group(TyperGroup):
-    """Shows every error of ours as one red line and exits with ``EXIT_ERROR``."""
+    """Shows every error of ours as one red line and exits with ``EXIT_ERROR``; Ctrl-C ends in ``EXIT_INTERRUPTED``."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -27,6 +28,9 @@ class _Group(TyperGroup):
         except Qwen35Error as exc:
             errors().print(f"error: {' '.join(str(exc).split())}", style="bold red", markup=False, soft_wrap=True)
             raise typer.Exit(EXIT_ERROR) from exc
+        except KeyboardInterrupt:
+            errors().print("interrupted", style="yellow")
+            raise typer.Exit(EXIT_INTERRUPTED) from None
 
 
 app = typer.Typer(

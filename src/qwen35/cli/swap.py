@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from qwen35.cli import parse
-from qwen35.cli.house import DEVICE_HELP, make_folder, open_registry, settings_in_force
+from qwen35.cli.house import DEVICE_HELP, EXIT_INTERRUPTED, make_folder, open_registry, settings_in_force
 from qwen35.cli.screen import errors, output, progress_bar
 from qwen35.cli.swap_fusion import SIZES, FusionRequest, swap_fusion
 from qwen35.cli.swap_show import error_text, winners_table, write_plot
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 #: The oracle itself: in the list only when named.
 _ORACLE = "reference64"
-EXIT_INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
