@@ -210,6 +210,21 @@ def test_a_rank_that_fails_fails_all_and_the_others_give_theirs_back() -> None:
     assert [f.calls for f in factories] == [1, 1, 1]
 
 
+class VendorError(Exception):
+    """As Triton's errors are: of no built-in kind."""
+
+
+@pytest.mark.case("C41")
+@pytest.mark.parametrize("error", [AssertionError("wrong arch"), KeyError("sm_90"), VendorError("out of resource")])
+def test_whatever_a_kernel_package_raises_on_one_rank_reaches_the_others_and_is_remembered(error: Exception) -> None:
+    factories = [Factory(error), Factory()]
+    asked = [signature(tp_size=2, rank=r) for r in range(2)]
+    out, registries = on_ranks(2, asked, factories)
+    assert all(isinstance(e, CreationError) and f"rank 0: {type(error).__name__}" in str(e) for e in out), out
+    on_ranks(2, asked, factories, registries)
+    assert [f.calls for f in factories] == [1, 1]
+
+
 def test_ranks_that_ask_for_different_workspaces_are_told_so_on_all_of_them() -> None:
     factories = [Factory(), Factory()]
     out, _ = on_ranks(2, [signature(tp_size=2), signature(tp_size=2, rank=1, hidden=32)], factories)

@@ -16,6 +16,8 @@ from qwen35.domain.errors import (
     AgreementError,
     ClosedError,
     ConfigurationError,
+    ContractError,
+    CreationError,
     DtypeError,
     HandoffError,
     NotPreparedError,
@@ -100,6 +102,51 @@ def test_a_named_adapter_that_a_rank_cannot_use_is_an_error_on_all() -> None:
 
     out = meeting.run(choose)
     assert all(isinstance(e, UnavailableError) and "rank 1: no fabric" in str(e) for e in out), out
+
+
+def choices_with(fails: Any, requested: str = "fast") -> list[Any]:
+    """What two ranks choose where ``fails()`` is what asking the better adapter brings on the second."""
+    meeting = Meeting(2)
+
+    def choose(rank: int) -> Any:
+        fast = FakeFusion("fast")
+        if rank:
+            fails(fast)
+        found = adapters(fast, FakeFusion("plain"))
+        each = FinalizeService(
+            found, requested, WorkspaceRegistry(), Counters(), facts=lambda _: FACTS,
+            agreements=Agreements(lambda _: meeting.side(rank)),
+        )  # fmt: skip
+        each.prepare(signature(tp_size=2, rank=rank))
+        return each.choice
+
+    return meeting.run(choose)
+
+
+def test_an_adapter_that_cannot_be_made_on_one_rank_is_used_by_nobody() -> None:
+    def unmade(fake: FakeFusion) -> None:
+        def create(*_: Any) -> Any:
+            raise RuntimeError("no such driver")
+
+        entry = replace(FakeFusion("fast").entry(), create=create)
+        fake.entry = lambda rank=100: entry  # type: ignore[method-assign]
+
+    named = choices_with(unmade)
+    assert all(isinstance(e, CreationError) and "no such driver" in str(e) for e in named), named
+    automatic = choices_with(unmade, "auto")
+    assert {choice.name for choice in automatic} == {"plain"}, automatic
+    assert all("rank 1: " in choice.rejected["fast"][0] for choice in automatic)
+
+
+def test_an_adapter_that_fails_when_asked_on_one_rank_is_an_error_on_all() -> None:
+    def broken(fake: FakeFusion) -> None:
+        def supports(_: Any) -> Any:
+            raise KeyError("sm_90")
+
+        fake.supports = supports  # type: ignore[method-assign]
+
+    out = choices_with(broken, "auto")
+    assert all(isinstance(e, CreationError) and "rank 1: KeyError: 'sm_90'" in str(e) for e in out), out
 
 
 def test_on_the_cpu_the_installed_adapters_leave_the_reference() -> None:
@@ -304,6 +351,14 @@ def past_the_workspace(each: FinalizeService, c: FinalizeCase) -> None:
     each.finalize(replace(c.handoff(1), m=33), c.residual(), c.gamma())
 
 
+def no_handoff(each: FinalizeService, c: FinalizeCase) -> None:
+    each.finalize(c.residual(), c.residual(), c.gamma())  # type: ignore[arg-type]
+
+
+def no_tensor(each: FinalizeService, c: FinalizeCase) -> None:
+    each.all_reduce(None, c.residual(), c.gamma())  # type: ignore[arg-type]
+
+
 def destroyed(each: FinalizeService, c: FinalizeCase) -> None:
     each.workspace.destroy()
     each.finalize(c.handoff(1), c.residual(), c.gamma())
@@ -317,7 +372,8 @@ def destroyed(each: FinalizeService, c: FinalizeCase) -> None:
         (without_gamma, HandoffError, "Gemma"), (without_residual, HandoffError, "residual"),
         (ineligible, HandoffError, "ineligible path: mode"), (short_addition, ShapeError, "post_residual_addition"),
         (other_gamma, DtypeError, "gamma must be float32"), (past_the_workspace, ValueRangeError, "m must be in 1..32"),
-        (destroyed, ClosedError, "destroyed"),
+        (destroyed, ClosedError, "destroyed"), (no_handoff, HandoffError, "requires a FinalizeHandoff, got Tensor"),
+        (no_tensor, ContractError, "local must be a tensor, got NoneType"),
     ],
 )  # fmt: skip
 def test_checked_mode_leaves_no_rank_waiting_for_one_that_cannot_call(

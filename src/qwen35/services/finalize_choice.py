@@ -30,21 +30,29 @@ def choose_fusion(
     """The adapter named by ``requested``, or for "auto" the first in rank order that every rank can use.
 
     One rank that cannot use an adapter is enough for nobody to use it. Every rank of the group calls this
-    together. Raises ``UnavailableError`` alike on all ranks, with every rank's reasons, and
-    ``UnknownNameError`` for a name that is not known.
+    together. Raises ``UnavailableError`` alike on all ranks, with every rank's reasons, also where an adapter that
+    one of them asks fails, and ``UnknownNameError`` for a name that is not known.
     """
     ranked = tuple(n for n in adapters.names(PORT) if adapters.entry(PORT, n).rank > NAMED_ONLY_RANK)
     names = ranked if requested == AUTO else (adapters.entry(PORT, requested).name,)
-    own = {name: _against(adapters, name, signature) for name in names}
-    records = agreement.exchange((facts, own))
-    peers = peer_reasons([facts for facts, _ in records])
+    own: dict[str, tuple[bool, tuple[str, ...]]] = {}
+    failure: Exception | None = None
+    try:
+        own = {name: _against(adapters, name, signature) for name in names}
+    except Exception as exc:  # noqa: BLE001 - an adapter may raise anything; unheard, it leaves the others waiting
+        failure = exc
+    records = agreement.exchange((facts, own, None if failure is None else f"{type(failure).__name__}: {failure}"))
+    failed = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(records) if text is not None]
+    if failed:
+        raise UnavailableError(f"{PORT} adapter {requested!r}", failed) from failure
+    peers = peer_reasons([facts for facts, _, _ in records])
     rejected: dict[str, tuple[str, ...]] = {}
     for name in names:
         reasons = [
             f"rank {rank}: {reason}"
-            for rank, (_, seen) in enumerate(records) for reason in seen.get(name, (False, ("not installed",)))[1]
+            for rank, (_, seen, _) in enumerate(records) for reason in seen.get(name, (False, ("not installed",)))[1]
         ]  # fmt: skip
-        if any(seen.get(name, (False, ()))[0] for _, seen in records):
+        if any(seen.get(name, (False, ()))[0] for _, seen, _ in records):
             reasons += peers
         if not reasons:
             why = "named in the settings" if requested != AUTO else "best adapter that every rank can use"
@@ -61,6 +69,9 @@ def _against(
     usable = adapters.usable(PORT, name)
     if not usable:
         return False, usable.reasons
-    adapter = adapters.adapter(PORT, name)
+    try:
+        adapter = adapters.adapter(PORT, name)
+    except UnavailableError as exc:
+        return False, exc.reasons
     support: Support = adapter.supports(signature)
     return adapter.capabilities.one_host, support.reasons

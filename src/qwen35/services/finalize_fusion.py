@@ -124,10 +124,12 @@ class FinalizeService:
         workspace = self.workspace
 
         def check() -> None:
+            _check_handoff(handoff)
             check_finalize(workspace.signature, handoff, residual, gamma, out, values=True)
             _check_addition(residual, post_residual_addition)
 
-        self._agree_on_call("finalize", handoff.m, check)
+        self._agree_on_call("finalize", handoff.m if isinstance(handoff, FinalizeHandoff) else 0, check)
+        _check_handoff(handoff)
         _check_addition(residual, post_residual_addition)
         total = residual if post_residual_addition is None else residual + post_residual_addition
         return self._serve("finalize", lambda: workspace.finalize(handoff, total, gamma, out))
@@ -141,7 +143,7 @@ class FinalizeService:
         def check() -> None:
             check_all_reduce(workspace.signature, local, residual, gamma, out)
 
-        self._agree_on_call("all-reduce", local.shape[0], check)
+        self._agree_on_call("all-reduce", len(local) if isinstance(local, Tensor) and local.dim() else 0, check)
         return self._serve("all-reduce", lambda: workspace.all_reduce(local, residual, gamma, out))
 
     def consume(
@@ -191,6 +193,11 @@ class FinalizeService:
             result = launch()
         self._counters.add("calls", port=PORT, phase=call, adapter=self.workspace.adapter, mode=mode)
         return result
+
+
+def _check_handoff(handoff: object) -> None:
+    if not isinstance(handoff, FinalizeHandoff):
+        raise HandoffError(f"finalize requires a FinalizeHandoff, got {type(handoff).__name__}")
 
 
 def _check_addition(residual: Tensor, addition: Tensor | None) -> None:
