@@ -66,7 +66,9 @@ def test_doctor_says_of_every_setting_what_build_does(
     run: Any, setting: str, value: str, builds: bool, said: str
 ) -> None:
     env = {f"QWEN35_{setting.upper()}": value, "TRITON_INTERPRET": "0"}
-    report = json.loads(run("doctor", "--json", "--device", "cpu", env=env).stdout)
+    result = run("doctor", "--json", "--device", "cpu", env=env)
+    assert result.exit_code == (0 if builds else 1), result.output
+    report = json.loads(result.stdout)
     (choice,) = [c for c in report["choices"] if c["setting"] == setting]
     assert choice["requested"] == value
     assert said in choice["reason"]
@@ -111,7 +113,7 @@ def test_adapters_of_other_packages_are_listed_the_unloadable_one_with_its_error
 
 def test_a_named_adapter_that_cannot_serve_is_a_choice_with_a_reason_not_a_crash(run: Any) -> None:
     result = run("doctor", "--json", "--device", "cpu", env={"QWEN35_GDN_EXTEND": "refrence"})
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     choices = {c["setting"]: c for c in json.loads(result.stdout)["choices"]}
     assert choices["gdn_extend"]["adapter"] is None
     assert "Did you mean 'reference'?" in choices["gdn_extend"]["reason"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,40 @@ def test_without_matplotlib_there_is_no_plot_and_it_says_so(
     assert "no plot: matplotlib is not installed" in result.stdout
     assert load(tmp_path / "out")["rows"]
     assert not (tmp_path / "out" / "swap.png").exists()
+
+
+def test_a_model_and_a_public_geometry_are_refused_together(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    result = swap(run, checkpoint, tmp_path / "out", "--gdn", "reference", "--geometry", "35B-A3B")
+    assert result.exit_code == 2, result.output
+    assert "--model and --geometry each give a geometry, got both" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("more", [(), ("--fusion", "reference")])
+def test_an_earlier_document_is_replaced_only_where_asked(
+    run: Any, checkpoint: Path, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "swap.json").write_text("earlier")
+    words = more or ("--model", str(checkpoint), *SMALL[:4], "--prefill", "", "--verify", "", "--gdn", "reference")
+    refused = run("swap", *words, "--out", out)
+    assert refused.exit_code == 2, refused.output
+    assert "give --overwrite to replace it" in refused.stderr
+    assert (out / "swap.json").read_text() == "earlier"
+    if not more:
+        assert run("swap", *words, "--out", out, "--overwrite").exit_code == 0
+        assert load(out)["rows"]
+
+
+def test_the_table_shows_how_far_rounds_were_apart(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    words = ("--gdn", "reference", "--prefill", "", "--verify", "", "--decode-batches", "3")
+    result = swap(run, checkpoint, tmp_path / "out", *words)
+    measured = results(load(tmp_path / "out"), "decode 3")["reference"]
+    (shown,) = re.findall(r"([\d.,]+) \+-([\d.,]+)", result.stdout)
+    time, spread = (float(number.replace(",", "")) for number in shown)
+    assert math.isclose(time, measured["time_us"], abs_tol=0.06)
+    assert math.isclose(spread, measured["spread_us"], abs_tol=0.06)
 
 
 def test_a_row_that_is_named_twice_is_measured_once() -> None:

@@ -157,7 +157,7 @@ def _swap(checkpoint: Path, out: Path, on_gpu: bool) -> None:
         swap.measure(_GPU_SWAP, out)
     else:
         words = shlex.split(replace(_CPU_SWAP, model=checkpoint).command())
-        _interpreted([*words[1:], "--out", str(out)], shown=True)
+        _interpreted([*words[1:], "--out", str(out), "--overwrite"], shown=True)
 
 
 def _interpreted(words: list[str], shown: bool) -> None:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from qwen35.services.registry import AdapterRegistry
 
 SCHEMA = 2
+EXIT_CANNOT_BUILD = 1
 
 
 class AdapterFacts(TypedDict):
@@ -49,12 +50,17 @@ def doctor(
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document instead of tables."),
     device: str = typer.Option("", help=DEVICE_HELP),
 ) -> None:
-    """Show every port and adapter, usable or not and why, and what would be chosen here."""
+    """Show every port and adapter, usable or not and why, and what would be chosen here.
+
+    Exit code 1 where build() would fail with the settings in force.
+    """
     report = gather(device)
     if as_json:
         typer.echo(json.dumps(report, indent=2, allow_nan=False))
     else:
         _show(report)
+    if not report["build"]["ok"]:
+        raise typer.Exit(EXIT_CANNOT_BUILD)
 
 
 def gather(device: str = "") -> Report:

@@ -14,8 +14,8 @@ import typer
 from qwen35.cli import parse
 from qwen35.cli.house import DEVICE_HELP, EXIT_INTERRUPTED, make_folder, open_registry, settings_in_force
 from qwen35.cli.screen import errors, output, progress_bar
-from qwen35.cli.swap_fusion import SIZES, FusionRequest, swap_fusion
-from qwen35.cli.swap_show import error_text, winners_table, write_plot
+from qwen35.cli.swap_fusion import DOCUMENT, SIZES, FusionRequest, swap_fusion
+from qwen35.cli.swap_show import error_text, time_text, winners_table, write_plot
 from qwen35.domain.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -67,7 +67,9 @@ _DEFAULT = Request()
 
 def swap(
     model: Path | None = typer.Option(None, help="Checkpoint folder whose config.json gives the geometry."),
-    geometry: str = typer.Option(_DEFAULT.geometry, help="Public geometry: 35B-A3B, 122B-A10B or 397B-A17B."),
+    geometry: str = typer.Option(
+        "", help=f"Public geometry: 35B-A3B, 122B-A10B or 397B-A17B; default: {_DEFAULT.geometry}. Not with --model."
+    ),
     tp: int = typer.Option(_DEFAULT.tp, min=1, help="Tensor-parallel ranks; one rank's part is measured."),
     gdn: str = typer.Option("", help="Adapters joined by commas; default: all that are usable, the oracle apart."),
     decode_batches: str = typer.Option(_DEFAULT.decode_batches, help="Decode batch sizes."),
@@ -84,14 +86,20 @@ def swap(
     hidden: int | None = typer.Option(None, min=1, help="With --fusion: this hidden size, not the geometry's."),
     top_k: int | None = typer.Option(None, min=1, help="With --fusion: this top_k, not the geometry's."),
     out: Path | None = typer.Option(None, help="Folder for swap.json and swap.png; default: runs/swap-DATE."),
+    overwrite: bool = typer.Option(
+        False, "--overwrite", help="Replace the swap.json that --out holds; without it such a folder is refused."
+    ),
 ) -> None:
     """Run adapters on the same calls: error against float64, time, memory ceiling, broken clauses, winner."""
+    if model is not None and geometry:
+        raise ConfigurationError("--model and --geometry each give a geometry, got both: leave one out")
     request = Request(
-        model=model, geometry=geometry, tp=tp, gdn=gdn, decode_batches=decode_batches, prefill=prefill,
-        verify=verify, state_dtype=state_dtype, dtype=dtype, null_slot=null_slot, device=device, seed=seed,
-        repeats=repeats,
+        model=model, geometry=geometry or _DEFAULT.geometry, tp=tp, gdn=gdn, decode_batches=decode_batches,
+        prefill=prefill, verify=verify, state_dtype=state_dtype, dtype=dtype, null_slot=null_slot, device=device,
+        seed=seed, repeats=repeats,
     )  # fmt: skip
     folder = out or Path("runs") / f"swap-{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}"
+    _refuse_overwriting(folder, overwrite)
     if fusion:
         finished = swap_fusion(_fusion_request(request, fusion, tokens, hidden, top_k), folder)
     elif tokens or hidden is not None or top_k is not None:
@@ -100,6 +108,14 @@ def swap(
         finished = not measure(request, folder)["interrupted"]
     if not finished:
         raise typer.Exit(EXIT_INTERRUPTED)
+
+
+def _refuse_overwriting(folder: Path, overwrite: bool) -> None:
+    """Raise ``ConfigurationError`` where an earlier document would be lost: before anything is measured."""
+    if not overwrite and (folder / DOCUMENT).exists():
+        raise ConfigurationError(
+            f"--out already holds {folder / DOCUMENT}: name another folder, or give --overwrite to replace it"
+        )
 
 
 def _fusion_request(request: Request, fusion: str, tokens: str, hidden: int | None, top_k: int | None) -> FusionRequest:
@@ -145,7 +161,7 @@ def measure(request: Request, folder: Path) -> dict[str, Any]:
     experiment = _experiment(request, registry, sizes)
     named = replace(request, gdn=",".join(experiment.adapters), device=registry.platform.device)
     make_folder("--out", folder)
-    path, progress, finished = folder / "swap.json", Progress(), False
+    path, progress, finished = folder / DOCUMENT, Progress(), False
     report: dict[str, Any] = {}
     try:
         _measure_with_bar(experiment, registry, progress)
@@ -212,7 +228,7 @@ def table(report: dict[str, Any]) -> Table:
     return winners_table(
         report,
         title=f"{g['name']}, tp {g['tp']}: HV/H {g['value_heads']}/{g['key_heads']}, {report['state_dtype']} state",
-        caption=f"{report['device']['name']}, copy {copy or '-'} GB/s. Errors are relative to float64.",
+        caption=f"{report['device']['name']}, copy {copy or '-'} GB/s. +-: between rounds. Errors: relative to float64.",
         columns=("us", "ceiling", "out error", "state error"),
         cells=_cells,
     )
@@ -237,6 +253,6 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
     broke = list(dict.fromkeys(broken["clause"] for broken in result["broken"]))
     broke += [f"{deviation.partition(':')[0]} (stated)" for deviation in result["deviations"]]
     return (
-        f"{result['time_us']:,.1f}", f"{result['percent_of_ceiling']:.3g} %", error_text(result["output_error"]),
+        time_text(result), f"{result['percent_of_ceiling']:.3g} %", error_text(result["output_error"]),
         error_text(result["state_error"]), ", ".join(broke),
     )  # fmt: skip

@@ -16,7 +16,7 @@ from qwen35.cli import parse
 from qwen35.cli.house import make_folder, open_registry, settings_in_force
 from qwen35.cli.launch import joined
 from qwen35.cli.screen import errors, output, progress_bar
-from qwen35.cli.swap_show import error_text, winners_table, write_plot
+from qwen35.cli.swap_show import error_text, time_text, winners_table, write_plot
 from qwen35.domain.errors import ConfigurationError
 from qwen35.domain.geometry import public_geometry
 
@@ -31,6 +31,8 @@ if TYPE_CHECKING:
 ALL = "all"
 SIZES = "1,8,32,64,256,1024,4096"
 LARGEST_M = 4096
+#: The document of either experiment, in the folder that --out names.
+DOCUMENT = "swap.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +152,7 @@ def measure(
     from qwen35.testing.swap_fusion_report import document
 
     speaks, progress, finished = ranks.rank == 0, FusionProgress(), False
-    path = folder / "swap.json"
+    path = folder / DOCUMENT
 
     def report() -> dict[str, Any]:
         return document(
@@ -212,7 +214,8 @@ def table(report: dict[str, Any]) -> Table:
     return winners_table(
         report,
         title=f"fused finalize, {report['ranks']} ranks, {report['token_dtype']}",
-        caption=f"{report['device']['name']}. The slowest rank's time; the worst rank's errors, relative to float64.",
+        caption=f"{report['device']['name']}. The slowest rank's time, +- between rounds; the worst rank's errors, "
+        "relative to float64.",
         columns=("us", "norm", "residual", "bits"),
         cells=_cells,
     )
@@ -236,6 +239,6 @@ def _cells(result: dict[str, Any]) -> tuple[str, ...]:
         return "-", "-", "-", "-", "did not run"
     broke = result["broken"] + [f"{why.partition(':')[0]} (stated)" for why in result["deviations"]]
     return (
-        f"{result['time_us']:,.1f}", error_text(result["norm_error"]), error_text(result["residual_error"]),
+        time_text(result), error_text(result["norm_error"]), error_text(result["residual_error"]),
         "alike" if result["bits_agree"] else "differ", ", ".join(broke),
     )  # fmt: skip

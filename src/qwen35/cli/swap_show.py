@@ -1,4 +1,4 @@
-"""What both swap experiments show in the same way: a table with winners in green, errors, and the plot's outcome."""
+"""What both swap experiments show in the same way: a table with winners in green, times, errors, the plot's outcome."""
 
 from __future__ import annotations
 
@@ -35,6 +35,13 @@ def winners_table(
             shown.add_row(*map(escape, line), style=style)
         shown.add_section()
     return shown
+
+
+def time_text(result: dict[str, Any]) -> str:
+    """The median time, and how far the medians of the rounds were apart, by which a tie is judged; microseconds."""
+    time, spread = result["time_us"], result["spread_us"]
+    digits = 1 if spread >= 0.1 else 2
+    return f"{time:,.{digits}f} +-{spread:,.{digits}f}"
 
 
 def error_text(value: float | None) -> str:
