@@ -228,7 +228,7 @@ def table(report: dict[str, Any]) -> Table:
     return winners_table(
         report,
         title=f"{g['name']}, tp {g['tp']}: HV/H {g['value_heads']}/{g['key_heads']}, {report['state_dtype']} state",
-        caption=f"{report['device']['name']}, copy {copy or '-'} GB/s. +-: between rounds. Errors: relative to float64.",
+        caption=f"{report['device']['name']}, copy {copy or '-'} GB/s. +-: between rounds. Errors: against float64.",
         columns=("us", "ceiling", "out error", "state error"),
         cells=_cells,
     )
