@@ -180,3 +180,19 @@ def test_bad_indices_are_refused(bad: Tensor) -> None:
     with pytest.raises(ValueRangeError):
         relay.stash(bad, {"topk": torch.ones(len(bad))})
     assert relay.fields == {}
+
+
+def test_a_field_that_is_first_carried_in_inference_mode_is_carried_outside_it_too() -> None:
+    relay = Relay(ROWS, "cpu", checked=True)
+    with torch.inference_mode():
+        relay.stash(index(1), {"topk": torch.ones(1, 2)})
+    relay.stash(index(1), {"topk": torch.full((1, 2), 2.0)})
+    assert relay.gather(index(1))["topk"].tolist() == [[2.0, 2.0]]
+
+
+def test_nothing_is_recorded_for_autograd() -> None:
+    """A buffer that joined a graph would keep every step's alive."""
+    relay = Relay(ROWS, "cpu")
+    relay.stash(index(1), {"topk": torch.ones(1, 2, requires_grad=True) * 2})
+    assert not relay.buffer("topk").requires_grad
+    assert relay.gather(index(1))["topk"].tolist() == [[2.0, 2.0]]

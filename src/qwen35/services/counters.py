@@ -51,7 +51,8 @@ class Counters:
     def gauges(self) -> Mapping[_Key, float]:
         """What every gauge reads now."""
         with self._lock:
-            return {key: read() for key, read in self._gauges.items()}
+            gauges = dict(self._gauges)
+        return {key: read() for key, read in gauges.items()}  # outside the lock: a reading may count
 
     def total(self, name: str, **labels: str) -> int:
         """The sum over every counter ``name`` whose labels include ``labels``."""

@@ -13,7 +13,7 @@ from qwen35.services.scratch import empty_aligned
 #: Copies that are laid out ahead, so that a parameter first seen inside capture has a place: two for each of 64 layers.
 AHEAD = 128
 
-_Key = tuple[int, torch.dtype, int, torch.dtype]
+_Key = tuple[int, torch.dtype, int, tuple[int, ...], torch.dtype]
 
 
 @dataclass(slots=True)
@@ -23,8 +23,12 @@ class _Copy:
     filled: bool
 
 
+def _key(source: Tensor, wanted: torch.dtype) -> _Key:
+    return source.data_ptr(), source.dtype, source.numel(), source.stride(), wanted
+
+
 class ParameterCopies:
-    """One copy for each parameter and dtype wanted, found by address, dtype and size.
+    """One copy for each parameter and dtype wanted, found by address, dtype, size and stride.
 
     The source is retained, so its address cannot be reused by another parameter while the copy lives. Version
     counters are not consulted: engines reload with ``param.data.copy_``, which does not move them.
@@ -41,8 +45,8 @@ class ParameterCopies:
     @property
     def bytes(self) -> int:
         """Bytes held by copies and by places laid out ahead."""
-        held = [c.aligned for c in self._copies.values()] + self._free
-        return sum(t.numel() * t.element_size() for t in held)
+        held = [c.aligned for c in list(self._copies.values())]  # another thread may read this
+        return sum(t.numel() * t.element_size() for t in (*held, *self._free))
 
     def reserve(self, nbytes: int, device: torch.device) -> None:
         """Lay out places of ``nbytes`` each, once. Not inside capture."""
@@ -54,7 +58,7 @@ class ParameterCopies:
 
     def held(self, source: Tensor, dtype: torch.dtype) -> Tensor | None:
         """The filled copy of ``source`` in ``dtype``, where there is one: a look-up, whatever the stream is doing."""
-        copy = self._copies.get((source.data_ptr(), source.dtype, source.numel(), dtype))
+        copy = self._copies.get(_key(source, dtype))
         return copy.aligned if copy is not None and copy.filled else None
 
     def take(self, source: Tensor, capturing: bool, dtype: torch.dtype | None = None) -> Tensor:
@@ -64,7 +68,7 @@ class ParameterCopies:
         eager caller gets it.
         """
         wanted = dtype or source.dtype
-        key = (source.data_ptr(), source.dtype, source.numel(), wanted)
+        key = _key(source, wanted)
         copy = self._copies.get(key)
         if copy is None:
             place = self._place(source, wanted, capturing)
@@ -88,7 +92,8 @@ class ParameterCopies:
     def _place(self, source: Tensor, dtype: torch.dtype, capturing: bool) -> Tensor:
         nbytes = source.numel() * dtype.itemsize
         if self._free and self._free[-1].numel() >= nbytes:
-            return self._free.pop()[:nbytes].view(dtype).view(source.shape)
+            with torch.inference_mode(False):  # so that a refresh outside that mode can write it
+                return self._free.pop()[:nbytes].view(dtype).view(source.shape)
         if capturing:
             raise CaptureError("a parameter first seen inside capture has no place for its copy: run it once before")
         return empty_aligned(source.shape, dtype, source.device, self._alignment)

@@ -58,11 +58,12 @@ class Relay:
         if self._reads_values(indices):
             self._check_distinct(indices)
         for name in fresh:
-            self._buffers[name] = payload[name].new_zeros(self._rows, *payload[name].shape[1:])
-            self._written[name] = torch.zeros(self._rows, dtype=torch.bool, device=self._device)
+            with torch.inference_mode(False):  # or no step outside that mode could write them
+                self._buffers[name] = payload[name].new_zeros(self._rows, *payload[name].shape[1:])
+                self._written[name] = torch.zeros(self._rows, dtype=torch.bool, device=self._device)
             self._fields[name] = fresh[name]
         for name, rows in payload.items():
-            self._buffers[name].index_copy_(0, indices.long(), rows)
+            self._buffers[name].index_copy_(0, indices.long(), rows.detach())
             if self._checked:
                 self._written[name].index_fill_(0, indices.long(), True)
 

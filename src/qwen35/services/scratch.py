@@ -20,11 +20,13 @@ def empty_aligned(
     """An uninitialised contiguous tensor whose ``data_ptr()`` is a multiple of ``alignment`` bytes.
 
     Allocates less than ``alignment`` bytes more than needed. ``alignment`` must be a multiple of the dtype's size.
+    It may be written in and outside inference mode, wherever it is made.
     """
     nbytes = math.prod(shape) * dtype.itemsize
-    raw = torch.empty(nbytes + alignment - 1, dtype=torch.uint8, device=device)
-    start = -raw.data_ptr() % alignment
-    return raw[start : start + nbytes].view(dtype).view(shape)
+    with torch.inference_mode(False):
+        raw = torch.empty(nbytes + alignment - 1, dtype=torch.uint8, device=device)
+        start = -raw.data_ptr() % alignment
+        return raw[start : start + nbytes].view(dtype).view(shape)
 
 
 def current_stream(device: torch.device) -> int:
@@ -53,7 +55,7 @@ class AlignedScratch:
     def bytes(self) -> int:
         """Bytes held now."""
         spare = [t for ready in self._ready for t in ready.values()]
-        return sum(t.numel() for t in [*self._buffers.values(), *spare, *self._kept])
+        return sum(t.numel() for t in (*self._buffers.values(), *spare, *self._kept))
 
     @property
     def bound(self) -> int:
@@ -66,15 +68,20 @@ class AlignedScratch:
         return like.numel() * like.element_size() <= self._capacity.get((name, large), 0)
 
     def plan(self, small: dict[str, int], large: dict[str, int], device: torch.device) -> None:
-        """Set the capacity of each argument, in bytes. Not inside capture."""
+        """Set the capacity of each argument, in bytes. Not inside capture.
+
+        Streams that have buffers of an argument that grows get larger ones at once, so that a capture finds them.
+        """
         capacity = {(n, False): s for n, s in small.items()} | {(n, True): s for n, s in large.items()}
         if device == self._device and all(self._capacity.get(k, -1) >= s for k, s in capacity.items()):
             return
         grown = {k for k, size in capacity.items() if device != self._device or size > self._capacity.get(k, -1)}
-        self._device = device
+        before, self._device = self._device, device
         self._capacity |= {k: max(size, self._capacity.get(k, 0)) for k, size in capacity.items()}
         for key in [k for k in self._buffers if k[1:] in grown]:
             self._kept.append(self._buffers.pop(key))
+            if device == before:  # another device's streams are others
+                self._buffers[key] = self._new(key[1], key[2])
         names = [name for name, large in self._capacity if not large]
         self._ready = [{name: self._new(name, False) for name in names} for _ in range(self._spare)]
 

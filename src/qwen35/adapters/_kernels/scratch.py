@@ -62,5 +62,6 @@ class Scratch:
         if held is not None:
             self._retired.append(held)
             size = max(size, 2 * held.numel())
-        self._buffers[name] = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
+        with torch.inference_mode(False):  # or no call outside that mode could write it
+            self._buffers[name] = torch.empty(max(size, 1), dtype=torch.uint8, device=device)
         return self._buffers[name]

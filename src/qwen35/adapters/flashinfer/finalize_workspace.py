@@ -36,8 +36,9 @@ class FlashInferFusionWorkspace:
         self.adapter, self.signature, self.addresses = adapter, signature, addresses
         self._native, self._names, self._pdl, self._most = native, names, pdl, most_elements
         choices = (signature.max_m, signature.top_k)
-        self._indices = torch.empty(choices, dtype=torch.int32, device=signature.device)
-        self._unweighted = torch.empty(choices, dtype=torch.bool, device=signature.device)
+        with torch.inference_mode(False):  # or no call outside that mode could write them
+            self._indices = torch.empty(choices, dtype=torch.int32, device=signature.device)
+            self._unweighted = torch.empty(choices, dtype=torch.bool, device=signature.device)
 
     def supports(self, m: int) -> Support:
         support = token_support(self.signature, m, self._native is None)

@@ -48,6 +48,12 @@ def wide(*tensors: Tensor) -> bool:
     return all(t.data_ptr() % 16 == 0 and all(s % 16 == 0 for s in t.stride()[:-1]) for t in tensors)
 
 
+def _bytes(size: int, device: torch.device) -> Tensor:
+    """Memory that may be written in and outside inference mode, wherever it is made."""
+    with torch.inference_mode(False):
+        return torch.empty(size, dtype=torch.uint8, device=device)
+
+
 class ScratchBuffer:
     """Grows outside capture only. A buffer that a capture has seen is kept until ``free``: the graph's replays
     still write it."""
@@ -61,7 +67,7 @@ class ScratchBuffer:
         """Have at least ``size`` bytes on ``device``; what was there is lost where it grows."""
         have = self._current.get(device)
         if have is None or have.numel() < size:
-            self._current[device] = torch.empty(size, dtype=torch.uint8, device=device)
+            self._current[device] = _bytes(size, device)
 
     def cut(self, heads: int, tokens: int, dot: torch.dtype, device: torch.device, capturing: bool) -> ExtendScratch:
         """Scratch for ``tokens`` tokens, from the start of the reserved buffer."""
@@ -85,7 +91,7 @@ class ScratchBuffer:
         if buffer is None or buffer.numel() < sum(pieces):
             if capturing:
                 raise CaptureError("unaligned tokens need a copy that is not there: make such a call before capture")
-            buffer = self._tokens[device] = torch.empty(sum(pieces), dtype=torch.uint8, device=device)
+            buffer = self._tokens[device] = _bytes(sum(pieces), device)
         if capturing and all(kept is not buffer for kept in self._captured):
             self._captured.append(buffer)
         copies, start = [], 0
