@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,3 +29,17 @@ def test_without_transformers_it_says_what_to_install(run: Any, monkeypatch: pyt
     result = run("demo", env={"QWEN35_DEVICE": "cpu"})
     assert result.exit_code == 2, result.output
     assert "pip install 'qwen35[report]'" in result.stderr
+
+
+def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "qwen35", "demo", "--dir", str(tmp_path / "demo")]
+    process = subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("2. generate"):
+            process.send_signal(signal.SIGINT)
+            break
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 130, said
+    assert said.splitlines()[-1] == "interrupted"
+    assert "Traceback" not in said
