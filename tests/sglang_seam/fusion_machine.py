@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from finalize_fakes import FakeFusion
 from seam_machine import PLACE, installed_seam
 from torch import Tensor
 
-from finalize.finalize_fakes import FakeFusion
 from qwen35 import sglang_plugin
 from qwen35.adapters.sglang.seam_choices import requested_fusion
 from qwen35.container import build

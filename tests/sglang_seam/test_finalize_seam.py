@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from finalize_fakes import FakeFusion
 from fusion_machine import EPS, HIDDEN, TOP_K, FusedMachine, Group, gemma, launch
 from seam_machine import close, installed_seam, start
 
-from finalize.finalize_fakes import FakeFusion
 from qwen35 import sglang_plugin
 from qwen35.adapters.sglang.seam_explain import cutedsl_line
 from qwen35.domain.errors import ConfigurationError, UnavailableError, ValueRangeError

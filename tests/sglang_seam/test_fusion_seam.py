@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from finalize_fakes import FakeFusion
 from fusion_machine import (
     ENGINE,
     EPS,
@@ -22,7 +23,6 @@ from fusion_machine import (
 )
 from seam_machine import installed_seam
 
-from finalize.finalize_fakes import FakeFusion
 from qwen35 import sglang_plugin
 from qwen35.domain.errors import ConfigurationError, UnavailableError, UnsupportedError
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from finalize_pool import Pool
 from fusion_machine import EPS
 from fusion_tasks import fused_norms
 from torch import Tensor
 
-from finalize.finalize_pool import Pool
 from qwen35.domain.precision import UNIT_ROUNDOFF
 
 HIDDEN = 48
