@@ -59,7 +59,14 @@ def machine(relay_type: type[Relay]) -> type[RuleBasedStateMachine]:
                 for name, values in payload.items():
                     self.model.setdefault(name, {}).update(zip(rows, values, strict=False))
 
+        @invariant()
+        def every_row_is_as_it_was_last_stashed(self) -> None:
+            self.gather([*range(1, ROWS)])
+
         @rule(rows=st.lists(st.integers(1, ROWS - 1), max_size=4))
+        def gather_some(self, rows: list[int]) -> None:
+            self.gather(rows)
+
         def gather(self, rows: list[int]) -> None:
             got = self.relay.gather(index(*rows))
             assert set(got) == set(self.model)
