@@ -17,7 +17,10 @@ from qwen35.ports.adapter import AdapterOptions
 from qwen35.ports.gated_delta_rule import (
     GdnPlan,
 )
-from qwen35.testing.conformance import LawReport, LawStatus, iter_laws
+from qwen35.services.assembly import guarded
+from qwen35.services.counters import Counters
+from qwen35.testing import KITS, Bench, Law
+from qwen35.testing.conformance import LawReport, LawStatus, iter_laws, laws_of, run_law
 from qwen35.testing.limits import Profile, limits_for
 from torch_rows import TorchRows
 
@@ -65,3 +68,17 @@ def test_the_mended_kernels_keep_the_contract(clause: Clause, later: bool) -> No
     failed = [str(r) for r in reports if r.status is LawStatus.FAILED]
     assert not failed, "\n".join(failed)
     assert any(r.status is LawStatus.PASSED for r in reports), [str(r) for r in reports]
+
+
+MUST_SERVE = [law for law in laws_of("gated_delta_rule") if law.must_serve]
+
+
+@pytest.mark.parametrize("law", MUST_SERVE, ids=lambda law: law.name)
+def test_without_a_null_slot_enough_is_served_to_be_judged(law: Law) -> None:
+    """bfloat16 pools, log gates, write slots and a scale of 0.0 are refused then; the laws must not take it for all."""
+    adapter = FlashInferGatedDeltaRule(FakeFlashInfer().kernels(), TorchRows(), HOPPER, AdapterOptions())
+    rule = guarded("flashinfer", adapter, Counters())
+    limits = replace(limits_for(rule.capabilities, Profile.CPU), heads=((1, 1), (1, 2)), max_tokens=140)
+    report = run_law(law, Bench(rule, KITS["gated_delta_rule"], "cpu", limits), examples=2)
+    assert report.status is LawStatus.PASSED, report
+    assert report.examples == 2
