@@ -14,10 +14,12 @@ import qwen35
 from elsewhere import elsewhere
 from fakes import fake_entry
 from flashinfer_bed import BF16, F32, HV, Bed, H, W
+from qwen35.adapters.flashinfer.parameters import Float32
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import ClosedError, ContractError, DeviceError, DtypeError, Qwen35Error, ShapeError
 from qwen35.ports.admission import DecodesKnown
 from qwen35.ports.gated_delta_rule import DecodeCall, LogGates, RawGates
+from qwen35.services.parameter_copies import ParameterCopies
 from qwen35.services.scratch import empty_aligned
 
 CPU = torch.device("cpu")
@@ -243,6 +245,27 @@ def test_a_parameter_updated_in_place_is_seen_after_a_refresh() -> None:
     call.gates.dt_bias.data.copy_(bed.randn(HV, dtype=BF16))
     assert bed.adapter.refresh_parameters() == 2, "and that of the first call"
     same(bed, call, bed.adapter.decode_known)
+
+
+class FirstSeenInCapture(ParameterCopies):
+    """Copies that are asked for inside capture until ``inside`` is false."""
+
+    inside = True
+
+    def take(self, source: Tensor, capturing: bool, dtype: torch.dtype | None = None) -> Tensor:
+        return super().take(source, capturing or self.inside, dtype)
+
+
+@pytest.mark.row("D09")
+def test_a_copy_that_only_a_graph_fills_is_not_remembered() -> None:
+    """A capture records the filling and does not run it; here the copy is spoilt to stand for that."""
+    copies, parameter = FirstSeenInCapture(32), torch.randn(HV, dtype=BF16)
+    copies.reserve(HV * 4, CPU)
+    taken = Float32(copies, parameter)
+    taken(parameter).fill_(float("nan"))
+    copies.inside = False
+    assert torch.equal(taken(parameter), parameter.float())
+    assert torch.equal(taken(parameter), parameter.float())
 
 
 def test_another_plan_and_a_closed_adapter_know_nothing() -> None:

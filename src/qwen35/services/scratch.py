@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,8 +43,10 @@ class AlignedScratch:
     Buffers are replaced only by a larger plan; a replaced one is kept, since a graph may hold its address.
     """
 
-    def __init__(self, alignment: int, spare: int = 2) -> None:
-        self._alignment, self._spare = alignment, spare
+    def __init__(
+        self, alignment: int, spare: int = 2, stream_of: Callable[[torch.device], int] = current_stream
+    ) -> None:
+        self._alignment, self._spare, self._stream_of = alignment, spare, stream_of
         self._capacity: dict[tuple[str, bool], int] = {}
         self._buffers: dict[tuple[int, str, bool], Tensor] = {}
         self._streams: dict[int, None] = {}
@@ -95,7 +98,7 @@ class AlignedScratch:
         if not self.holds(name, like, large):
             planned = self._capacity.get((name, large), 0)
             raise UnsupportedError("alignment scratch", [f"{name} requires at most {planned} bytes, got {nbytes}"])
-        key = (current_stream(self._device), name, large)
+        key = (self._stream_of(self._device), name, large)
         buffer = self._buffers.get(key)
         if buffer is None:
             buffer = self._admit(key, capturing)
