@@ -281,6 +281,18 @@ def test_another_plan_and_a_closed_adapter_know_nothing() -> None:
         bed.adapter.decode(call)
 
 
+@pytest.mark.parametrize("state", [F32, BF16])
+def test_a_later_plan_takes_nothing_from_an_earlier_one(state: torch.dtype) -> None:
+    """As where a second model without padded rows is made beside an engine: rows of the first still pad."""
+    bed = Bed(state, null=0)
+    bed.adapter.prepare(replace(bed.plan, max_batch=1, max_draft=0, may_pad=False, null_slot=None))
+    call = bed.decode([2, -1, 5])
+    before = call.states.clone()
+    assert not bed.adapter.decode(call)[1].any()
+    changed = {i for i in range(6) if not torch.equal(call.states[i], before[i])}
+    assert {2, 5} <= changed <= {0, 2, 5}, f"seed {bed.seed}"
+
+
 def test_rows_that_are_off_are_left_to_the_guard() -> None:
     """a of 2 heads in bfloat16 has rows of 4 bytes: the adapter alone serves it, the guard aligns it first."""
     bed = Bed()

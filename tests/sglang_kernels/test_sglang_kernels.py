@@ -18,8 +18,9 @@ from qwen35.adapters.sglang.entries import probe
 from qwen35.adapters.sglang.gated_delta_rule import SGLangGatedDeltaRule
 from qwen35.domain.capabilities import Clause
 from qwen35.domain.errors import UnsupportedError
+from qwen35.domain.geometry import GdnGeometry
 from qwen35.domain.platform import Platform
-from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, RawGates, VerifyCall
+from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, GdnPlan, RawGates, VerifyCall
 from qwen35.testing.conformance import LawStatus, iter_laws
 from qwen35.testing.limits import Profile, limits_for
 from torch_rows import TorchRows
@@ -149,6 +150,20 @@ def test_refilled_offsets_of_the_same_tensor_are_read_anew() -> None:
     assert torch.equal(again.states, fresh.states)
 
 
+def test_a_later_plan_takes_nothing_from_an_earlier_one() -> None:
+    """As where a second model without padded rows is made beside an engine: rows of the first still pad."""
+    bed, geometry = Bed(), GdnGeometry(key_heads=H, value_heads=HV, key_width=W, value_width=W)
+    plan = GdnPlan(
+        geometry=geometry, state_dtype=torch.float32, device=torch.device("cpu"), max_batch=3, max_tokens=8, max_draft=2
+    )
+    bed.adapter.prepare(plan)
+    bed.adapter.prepare(replace(plan, max_batch=1, may_pad=False))
+    call = VerifyCall(**bed.tokens(3, 2), slots=slots(1, -1, 3), intermediates=torch.zeros(3, 2, HV, W, W))
+    out = bed.adapter.verify(call)
+    assert not out[1].any(), f"seed {bed.seed}"
+    assert out[0].any()
+
+
 def test_a_dense_pool_is_updated_in_place_and_a_paged_one_through_scratch() -> None:
     bed = Bed()
     call = ExtendCall(**bed.tokens(5), slots=slots(1, 2), cu_seqlens=slots(0, 2, 5))
@@ -190,6 +205,7 @@ def test_neither_probe_nor_load_leaves_a_trace_in_the_environment() -> None:
 import json, os, sys
 before = dict(os.environ)
 from qwen35.adapters.sglang.entries import GATED_DELTA_RULE
+from qwen35.domain.geometry import GdnGeometry
 from qwen35.domain.platform import Platform
 GATED_DELTA_RULE.probe(Platform(device="cpu", device_name="CPU"))
 heavy = sorted({"torch", "triton", "sglang", "flashinfer"} & set(sys.modules))

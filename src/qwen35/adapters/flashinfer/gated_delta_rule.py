@@ -57,8 +57,8 @@ class FlashInferGatedDeltaRule:
     intermediate rows, normalisation. ``branches`` says which way the latest call of each phase went.
     A gate input a with a + dt_bias past 85 counts as 85 where this release would make NaN of it.
 
-    Scratch has one buffer a purpose, so calls of one phase belong on one stream. Intermediates that must pass
-    through scratch take max_batch * max_draft states of it from the first such call on.
+    Scratch has one buffer a purpose: decode and verify, which share theirs, belong on one stream, extends on one too.
+    Intermediates that must pass through scratch take max_batch * max_draft states of it from the first such call on.
     """
 
     def __init__(
@@ -92,14 +92,17 @@ class FlashInferGatedDeltaRule:
         return self._scratch.nbytes
 
     def prepare(self, plan: GdnPlan) -> None:
-        """Fix branches, reserve index scratch, compile decode and verify for the plan's heads. Waits for the device."""
+        """Fix branches, reserve index scratch, compile decode and verify for the plan's heads. Waits for the device.
+
+        A later plan for the same geometry, dtypes and device widens the one before.
+        """
         self._open()
         support = plan_support(self.capabilities, plan)
         if not support:
             raise UnsupportedError("plan for FlashInfer", support.reasons)
         if capturing(plan.device):
             raise CaptureError("prepare is not legal inside CUDA graph capture; call it before")
-        self._adopt(plan)
+        plan = self._adopt(plan)
         self._plans.measure(Phase.DECODE, plan)
         tokens, heads = max(1, plan.max_draft), plan.geometry.value_heads
         if plan.max_draft:
@@ -291,12 +294,14 @@ class FlashInferGatedDeltaRule:
                     "outside capture"
                 )
             self.prepare(plan)
+            return self._plans.covering(call)
         return plan
 
     def _adopt(self, plan: GdnPlan) -> GdnPlan:
-        if self._plans.adopt(plan):
+        adopted, news = self._plans.adopt(plan)
+        if news:
             self._forget()
-        return plan
+        return adopted
 
     def _forget(self) -> None:
         """What was settled under another plan, or with scratch that is gone, is settled anew."""

@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 import torch
 
+from qwen35.adapters._kernels.plans import widened
 from qwen35.adapters.flashinfer.admission import StepCall, phase_of
 from qwen35.adapters.flashinfer.behaviour import measure_decode, measure_verify
 from qwen35.adapters.flashinfer.mends import Behaviour, Mend, decode_mend, verify_mend
@@ -30,11 +31,11 @@ class Plans:
         """What was measured, by phase and state dtype."""
         return MappingProxyType({f"{key[0]}, {key[1]}": found for key, found in self._measured.items()})
 
-    def adopt(self, plan: GdnPlan) -> bool:
-        """Make ``plan`` the one for its kind of calls; whether it was not."""
-        changed = self._plans.get(_plan_key(plan)) != plan
-        self._plans[_plan_key(plan)] = plan
-        return changed
+    def adopt(self, plan: GdnPlan) -> tuple[GdnPlan, bool]:
+        """Widen the plan for calls of this kind by ``plan``; what it is now, and whether that is news."""
+        before = self._plans.get(_plan_key(plan))
+        plan = self._plans[_plan_key(plan)] = widened(before, plan)
+        return plan, plan != before
 
     def covering(self, call: StepCall | ExtendCall) -> GdnPlan:
         """The plan for such calls where it covers ``call``, or the smallest that covers both."""

@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from qwen35.adapters._kernels.plans import widened
 from qwen35.adapters._kernels.rows import RowOperations
 from qwen35.adapters._kernels.scratch import Scratch, capturing
 from qwen35.adapters.sglang.chunked import ChunkedPrefill
@@ -71,15 +72,19 @@ class SGLangGatedDeltaRule:
         )  # fmt: skip
 
     def prepare(self, plan: GdnPlan) -> None:
-        """Reserve scratch of decode and verify. Raises ``UnsupportedError`` and ``CaptureError`` as the port says."""
+        """Reserve scratch of decode and verify; a later plan of the same kind widens the one before.
+
+        Raises ``UnsupportedError`` and ``CaptureError`` as the port says.
+        """
         self._open()
         support = plan_support(self.capabilities, plan)
         if not support:
             raise UnsupportedError("plan for SGLang's kernels", support.reasons)
         if capturing(plan.device):
             raise CaptureError("prepare is not legal inside CUDA graph capture; call it before")
+        key = _plan_key(plan)
+        plan = self._plans[key] = widened(self._plans.get(key), plan)
         g, device = plan.geometry, plan.device
-        self._plans[_plan_key(plan)] = plan
         self._scratch.reserve("mixed", (plan.max_batch, g.conv_channels), plan.token_dtype, device)
         for name in ("read", "nodes"):
             self._scratch.reserve(name, (plan.max_batch,), torch.int64, device)
@@ -212,7 +217,7 @@ class SGLangGatedDeltaRule:
         if capturing(call.states.device):
             raise CaptureError(f"{type(call).__name__} is beyond the plan: prepare one that covers it outside capture")
         self.prepare(plan)
-        return plan
+        return self._plans[_plan_key(plan)]
 
     def _refuse(self, call: GdnCall) -> None:
         support = self.supports(call)
