@@ -18,7 +18,7 @@ from qwen35.adapters.flashinfer.parameters import Float32
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import ClosedError, ContractError, DeviceError, DtypeError, Qwen35Error, ShapeError
 from qwen35.ports.admission import DecodesKnown
-from qwen35.ports.gated_delta_rule import DecodeCall, LogGates, RawGates
+from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, LogGates, RawGates
 from qwen35.services.parameter_copies import ParameterCopies
 from qwen35.services.scratch import empty_aligned
 
@@ -199,6 +199,20 @@ def test_another_scale_is_another_layout(scale: float) -> None:
     assert bed.adapter.decode_known(call) is None
     same(bed, call, bed.adapter.decode)
     assert bed.fake.latest("decode")["scale"] == scale
+
+
+def test_an_extend_of_the_same_layout_is_no_decode() -> None:
+    bed = Bed(F32)
+    call = known(bed, [4, 2])
+    shared = {name: getattr(call, name) for name in ("q", "k", "v", "gates", "states", "slots")}
+    extend = ExtendCall(**shared, cu_seqlens=torch.tensor([0, 1, 2]))
+    for serve in (bed.adapter.decode, Bed(F32).adapter.decode):
+        with pytest.raises(ContractError, match="DecodeCall, got ExtendCall"):
+            serve(extend)
+    with pytest.raises(ContractError, match="VerifyCall, got DecodeCall"):
+        bed.adapter.verify(call)  # type: ignore[arg-type]
+    assert bed.adapter.decode_known(extend) is None
+    assert not bed.fake.calls
 
 
 def test_layouts_take_turns() -> None:

@@ -29,7 +29,7 @@ from qwen35.adapters.flashinfer.prefill import Prefill
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.adapters.flashinfer.steps import Step, decode_kernel, run_verify
 from qwen35.domain.capabilities import Phase, Support
-from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
+from qwen35.domain.errors import CaptureError, ClosedError, ContractError, UnsupportedError
 from qwen35.domain.platform import Platform
 from qwen35.ports.adapter import AdapterOptions
 from qwen35.ports.admission import CHECKS
@@ -195,6 +195,8 @@ class FlashInferGatedDeltaRule:
         latest = self._latest
         if latest is not None and latest.recall(call):
             return latest
+        if type(call) is not DecodeCall:
+            raise ContractError(f"decode requires a DecodeCall, got {type(call).__name__}")
         if not self._known:
             return None
         key, off = look_at(call)
@@ -228,6 +230,8 @@ class FlashInferGatedDeltaRule:
     def _admit_verify(self, call: VerifyCall) -> AdmittedVerify:
         """Check ``call`` once for each set of shapes; addresses every time."""
         self._open()
+        if type(call) is not VerifyCall:
+            raise ContractError(f"verify requires a VerifyCall, got {type(call).__name__}")
         key, off = look_at(call)
         admitted = self._admitted.get(key)
         if admitted is None or off:

@@ -59,6 +59,8 @@ class KnownDecode:
 
     def recall(self, call: DecodeCall) -> bool:
         """Whether ``call`` looks like the admitted one, and every address that counts is aligned."""
+        if type(call) is not DecodeCall:  # an extend has the same fields
+            return False
         gates, out, write = call.gates, call.out, call.write_slots
         if type(gates) is not RawGates or (out is None) is not self._makes_out:
             return False
