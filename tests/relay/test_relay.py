@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from torch import Tensor
 
-from qwen35.domain.errors import DtypeError, ShapeError, UnknownNameError, ValueRangeError
+from qwen35.domain.errors import DeviceError, DtypeError, ShapeError, UnknownNameError, ValueRangeError
 from qwen35.services.relay import Relay
 
 ROWS = 6
@@ -203,3 +203,12 @@ def test_nothing_is_recorded_for_autograd() -> None:
     relay.stash(index(1), {"topk": torch.ones(1, 2, requires_grad=True) * 2})
     assert not relay.buffer("topk").requires_grad
     assert relay.gather(index(1))["topk"].tolist() == [[2.0, 2.0]]
+
+
+def test_tensors_of_another_device_are_refused_before_a_buffer_is_made() -> None:
+    relay, elsewhere = Relay(ROWS, "cpu"), torch.ones(1, device="meta")
+    with pytest.raises(DeviceError, match="'topk' must be on cpu, got meta"):
+        relay.stash(index(1), {"topk": elsewhere})
+    with pytest.raises(DeviceError, match="indices must be on cpu, got meta"):
+        relay.stash(index(1).to("meta"), {"topk": elsewhere})
+    assert relay.fields == {}
