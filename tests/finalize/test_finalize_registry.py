@@ -189,6 +189,17 @@ def test_after_release_another_may_be_made() -> None:
     assert second is not first
 
 
+def test_after_release_what_failed_may_be_tried_again() -> None:
+    registry, factory = WorkspaceRegistry(), Factory(RuntimeError("out of handles"))
+    for _ in range(2):
+        with pytest.raises(CreationError):
+            registry.obtain(signature(), Alone(), factory)
+    registry.release()
+    factory.fail = None
+    assert registry.obtain(signature(), Alone(), factory) is factory.made[0]
+    assert factory.calls == 2
+
+
 def on_ranks(
     size: int, asked: list[Any], factories: list[Factory], registries: list[WorkspaceRegistry] | None = None
 ) -> tuple[list[Any], list[WorkspaceRegistry]]:
