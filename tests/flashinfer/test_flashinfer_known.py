@@ -14,6 +14,7 @@ import qwen35
 from elsewhere import elsewhere
 from fakes import fake_entry
 from flashinfer_bed import BF16, F32, HV, Bed, H, W
+from qwen35.adapters._kernels.plans import widened
 from qwen35.adapters.flashinfer.parameters import Float32
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import ClosedError, ContractError, DeviceError, DtypeError, Qwen35Error, ShapeError
@@ -305,6 +306,22 @@ def test_a_later_plan_takes_nothing_from_an_earlier_one(state: torch.dtype) -> N
     assert not bed.adapter.decode(call)[1].any()
     changed = {i for i in range(6) if not torch.equal(call.states[i], before[i])}
     assert {2, 5} <= changed <= {0, 2, 5}, f"seed {bed.seed}"
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "want"),
+    [
+        ((True, 0), (True, 1), (True, 1)), ((True, 0), (True, None), (True, None)), ((True, 0), (False, 1), (True, 0)),
+        ((True, None), (False, 1), (True, None)), ((False, 0), (False, None), (False, 0)),
+        ((False, 0), (False, 1), (False, 1)), ((False, None), (True, 1), (True, 1)),
+    ],
+)  # fmt: skip
+def test_of_two_plans_the_null_slot_is_one_that_rows_that_pad_may_use(
+    first: tuple[bool, int | None], second: tuple[bool, int | None], want: tuple[bool, int | None]
+) -> None:
+    plans = [replace(Bed(prepared=False).plan, may_pad=pad, null_slot=null) for pad, null in (first, second)]
+    made = widened(*plans)
+    assert (made.may_pad, made.null_slot) == want
 
 
 def test_rows_that_are_off_are_left_to_the_guard() -> None:
