@@ -267,7 +267,8 @@ def test_a_misaligned_pool_goes_to_the_fallback_with_the_original_tensors(caplog
         rule.decode(moved)
     assert len(caplog.records) == 1
     reason = "states requires 32-byte alignment, got 4 bytes off"
-    assert container.counters().total("fallbacks", reason=reason, mode="eager") == 2
+    kind = "states requires 32-byte alignment"
+    assert container.counters().total("fallbacks", reason=kind, mode="eager") == 2
     decision = next(d for d in rule.decisions if d.phase is Phase.DECODE)
     assert (decision.adapter, decision.reasons) == ("reference", (reason,))
 
@@ -321,3 +322,18 @@ def test_a_branch_is_compared_before_a_replay() -> None:
     pool = torch.randn(N, HV, V, K)
     support = rule.before_replay(ReplayPlan(phase=Phase.DECODE, states=pool))
     assert support.reasons == ("no decode was captured",)
+
+
+def test_refusals_that_differ_in_the_value_alone_are_one_kind(caplog: pytest.LogCaptureFixture) -> None:
+    adapter = DemandingAdapter()
+    container = build(adapter, gdn_fallback="reference")
+    rule = container.gated_delta_rule()
+    call = displaced(decode_call(), set())
+    size = call.states.numel()
+    with caplog.at_level(logging.WARNING, logger="qwen35"):
+        for elements in (1, 2, 3, 5):
+            base = empty_aligned((size + 32,), torch.float32, torch.device("cpu"), 32)
+            states = base[elements : elements + size].view(call.states.shape).copy_(call.states)
+            rule.decode(dataclasses.replace(call, states=states))
+    assert len([r for r in caplog.records if "serves instead of" in r.getMessage()]) == 1
+    assert container.counters().total("fallbacks", reason="states requires 32-byte alignment") == 4

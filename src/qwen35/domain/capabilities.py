@@ -45,6 +45,12 @@ class GateKind(StrEnum):
     LOG = "log"
 
 
+def reason_kind(reason: str) -> str:
+    """``reason`` without what came, so that refusals of many values are one kind: "X requires Y" of
+    "X requires Y, got Z"."""
+    return reason.partition(", got ")[0]
+
+
 @dataclass(frozen=True, slots=True)
 class Support:
     """An answer with its reasons: one clause a reason, "X requires Y, got Z". ``ok`` has none."""

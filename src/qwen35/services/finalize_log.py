@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
+from qwen35.domain.capabilities import reason_kind
 from qwen35.domain.finalize_policy import Decision
 from qwen35.services.routing import capturing
 
@@ -23,7 +24,7 @@ class DecisionLog:
 
     def note(self, what: str, decision: Decision) -> None:
         """Log ``decision`` about ``what`` ("finalize") unless it was said before."""
-        kind = (what, tuple(reason.partition(", got ")[0] for reason in decision.reasons))
+        kind = (what, tuple(map(reason_kind, decision.reasons)))
         if kind in self._said or self._capturing():
             return
         self._said.add(kind)

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import torch
 
 from qwen35.domain.alignment import CapturedBranch
-from qwen35.domain.capabilities import Phase
+from qwen35.domain.capabilities import Phase, reason_kind
 from qwen35.domain.errors import ContractError, UnsupportedError
 from qwen35.services.counters import Counters
 
@@ -37,7 +37,8 @@ def capturing() -> bool:
 
 
 class Route(Generic[Call, Result]):
-    """Serves calls of one phase by ``primary``; by ``fallback`` what the primary refuses, counted by reason.
+    """Serves calls of one phase by ``primary``; by ``fallback`` what the primary refuses, counted by reason
+    (and logged once a reason, whatever the values that came).
 
     An adapter refuses with ``UnsupportedError`` before it writes anything, so the fallback gets the original
     tensors. ``last`` is the decision of the latest call; ``captured`` holds the branch of every captured call, with
@@ -92,10 +93,11 @@ class Route(Generic[Call, Result]):
             self._counters.add("refusals", adapter=self._name, **labels)
             raise refused
         name, serve = self._fallback
-        for reason in refused.reasons:
-            self._counters.add("fallbacks", adapter=name, instead_of=self._name, reason=reason, **labels)
-        if refused.reasons not in self._told:
-            self._told.add(refused.reasons)
+        kinds = tuple(map(reason_kind, refused.reasons))
+        for kind in kinds:
+            self._counters.add("fallbacks", adapter=name, instead_of=self._name, reason=kind, **labels)
+        if kinds not in self._told:
+            self._told.add(kinds)
             logger.warning(
                 "%s %s: %s serves instead of %s: %s",
                 self._port, self._phase, name, self._name, "; ".join(refused.reasons),

@@ -125,9 +125,15 @@ class TritonWorkspace:
 
         Ranks compile at their own pace, so the time-out counts from the first call after this.
         """
+        checked = self._spin_limit
+        for spin_limit in (0, _MOST_READS) if checked else (0,):
+            self._spin_limit = spin_limit
+            self._run_every_kernel()
+        torch.cuda.synchronize(self.signature.device)
+        self._spin_limit = checked
+
+    def _run_every_kernel(self) -> None:
         signature = self.signature
-        spin_limit = self._spin_limit
-        self._spin_limit = _MOST_READS if spin_limit else 0
         gamma = torch.ones(signature.hidden, dtype=torch_dtype(signature.dtype), device=signature.device)
         for m in self._telling_sizes():
             zeros = gamma.new_zeros(m, signature.hidden)
@@ -139,8 +145,6 @@ class TritonWorkspace:
                 )  # fmt: skip
                 self.finalize(handoff, zeros, gamma)
             self.all_reduce(zeros, zeros, gamma)
-        torch.cuda.synchronize(signature.device)
-        self._spin_limit = spin_limit
 
     def _telling_sizes(self) -> list[int]:
         """One m for each kernel: the largest launch of each number of splits, and of each kind."""
@@ -164,8 +168,10 @@ class TritonWorkspace:
         m = rows.residual.shape[0]
         one_shot = self._cut.tuning.one_shot(m, signature.tp_size)
         with torch.cuda.device(signature.device):
-            launch(self._cut, mail, rows, signature.rank, one_shot=one_shot, spin_limit=self._spin_limit)
-            if self._spin_limit and not torch.cuda.is_current_stream_capturing():
+            # Nobody reads what a replay finds missing, so a captured launch waits like an unchecked one.
+            spin_limit = 0 if torch.cuda.is_current_stream_capturing() else self._spin_limit
+            launch(self._cut, mail, rows, signature.rank, one_shot=one_shot, spin_limit=spin_limit)
+            if spin_limit:
                 self._raise_for_missing(mail)
 
     def _raise_for_missing(self, mail: Mailboxes) -> None:
