@@ -102,6 +102,8 @@ def test_a_captured_decode_keeps_its_branch_and_a_pool_that_moved_is_named(seed:
     moved = call.states.clone()
     (reason,) = rule.before_replay(ReplayPlan(phase=Phase.DECODE, states=moved)).reasons
     assert "capture again" in reason
+    rule.close()
+    assert rule.before_replay(ReplayPlan(phase=Phase.DECODE, states=call.states)).reasons == ("no decode was captured",)
 
 
 def on_gpu(call: Any) -> Any:

@@ -252,6 +252,32 @@ def test_after_close_a_call_says_that_nothing_is_prepared() -> None:
         ready.all_reduce(c.local(0), c.residual(), c.gamma())
 
 
+@pytest.mark.row("A15")
+def test_a_workspace_ends_with_the_last_service_that_holds_it() -> None:
+    fake, workspaces, c = FakeFusion(), WorkspaceRegistry(), case()
+    first, second = (service(fake, workspaces=workspaces) for _ in range(2))
+    for ready in (first, second, second):
+        ready.prepare(signature())
+    first.close()
+    first.close()
+    assert not fake.made[0].destroyed
+    second.all_reduce(c.local(0), c.residual(), c.gamma())
+    second.close()
+    assert fake.made[0].destroyed
+    assert len(fake.made) == 1
+
+
+@pytest.mark.row("A15")
+def test_who_held_a_workspace_that_is_gone_does_not_end_the_next() -> None:
+    fake, workspaces = FakeFusion(), WorkspaceRegistry()
+    old, new = (service(fake, workspaces=workspaces) for _ in range(2))
+    old.prepare(signature())
+    workspaces.release()
+    new.prepare(signature())
+    old.close()
+    assert [made.destroyed for made in fake.made] == [True, False]
+
+
 # --- calls -----------------------------------------------------------------------------------------------------
 
 

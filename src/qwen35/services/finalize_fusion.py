@@ -105,6 +105,7 @@ class FinalizeService:
             return made
 
         self._workspace = self._workspaces.obtain(signature, agreement, create, self._requested)
+        self._workspaces.hold(self)
         self._agreement = agreement
 
     def supports(self, m: int) -> Support:
@@ -162,9 +163,9 @@ class FinalizeService:
         raise refusal
 
     def close(self) -> None:
-        """Destroy the workspace; a later call raises ``NotPreparedError``. Idempotent."""
-        if self._workspace is not None:
-            self._workspaces.release()
+        """Let go of the workspace, which ends with its last service; a later call raises ``NotPreparedError``.
+        Idempotent."""
+        self._workspaces.leave(self)
         self._workspace = self._agreement = None
 
     def _agree_on_call(self, call: str, m: int, check: Callable[[], None]) -> None:

@@ -40,10 +40,10 @@ def usable(workspace: FusionWorkspace) -> bool:
 class WorkspaceRegistry:
     """At most one live workspace, behind a lock.
 
-    A workspace becomes visible only after its device was synchronised and every rank has arrived; it is never
-    replaced or evicted, only destroyed by ``release``; one that was destroyed behind the registry's back, or that a
-    lost rank has spoilt, is live no more. A failure is remembered on every rank: the factory is not called again for
-    what failed. ``order`` is that of the calls on the live workspace.
+    A workspace becomes visible only after its device was synchronised and every rank has arrived. It is never
+    replaced or evicted, only destroyed by ``release`` or when its last holder leaves; one that was destroyed behind
+    the registry's back, or that a lost rank has spoilt, is live no more. A failure is remembered on every rank: the
+    factory is not called again for what failed. ``order`` is that of the calls on the live workspace.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class WorkspaceRegistry:
         self._capturing, self._synchronise = is_capturing, synchronise
         self.order = order or CallOrder()
         self._live: FusionWorkspace | None = None
+        self._holders: set[int] = set()
         self._failures: list[_Failure] = []
 
     @property
@@ -84,8 +85,21 @@ class WorkspaceRegistry:
                 return live
             return self._create(signature, agreement, create, adapter)
 
+    def hold(self, holder: object) -> None:
+        """Keep the live workspace until ``holder`` leaves."""
+        with self._lock:
+            self._holders.add(id(holder))
+
+    def leave(self, holder: object) -> None:
+        """``holder`` is done with the live workspace; with its last holder it is released."""
+        with self._lock:
+            if id(holder) in self._holders:
+                self._holders.remove(id(holder))
+                if not self._holders:
+                    self.release()
+
     def release(self) -> None:
-        """Destroy the live workspace, if any, and forget failures."""
+        """Destroy the live workspace, if any, whoever holds it, and forget failures."""
         with self._lock:
             self._forget()
             self._failures.clear()
@@ -94,6 +108,7 @@ class WorkspaceRegistry:
         if self._live is not None:
             self._live.destroy()
         self._live = None
+        self._holders.clear()
         self.order.forget()
 
     def _refusal(self, signature: WorkspaceSignature, adapter: str) -> Qwen35Error | None:

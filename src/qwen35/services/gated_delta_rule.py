@@ -153,9 +153,11 @@ class GatedDeltaRuleService:
         return sum(adapter.refresh_parameters() for adapter in self._distinct())
 
     def close(self) -> None:
-        """Close every adapter in use."""
+        """Close every adapter in use; what was captured with them is not to be replayed."""
         for adapter in self._distinct():
             adapter.close()
+        for route in (self._decode, self._extend, self._verify, self._commit):
+            route.captured.clear()
 
     def _distinct(self) -> list[GatedDeltaRule]:
         used = [adapter for _, adapter in self._adapters.values()]
