@@ -60,7 +60,8 @@ def main(
         typer.echo(json.dumps(row))
     document = {
         "kind": "oracle against FlashInfer", "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join(["python", *sys.argv]), "versions": versions(), "reference_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
+        "command": shlex.join(["python", *sys.argv]), "versions": versions(),
+        "reference_sha256": hashlib.sha256(source.read_bytes()).hexdigest(),
         "seed": seed, "limit": LIMIT, "rows": rows,
     }  # fmt: skip
     out.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
