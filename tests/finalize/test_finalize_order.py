@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from finalize_fakes import FakeFusion, FakeWorkspace, Meeting, signature
-from test_finalize_service import case, service
+from finalize_services import case, service
 from torch import Tensor
 
 from qwen35.services.finalize_order import CallOrder

@@ -14,15 +14,14 @@ errors the worst rank's.
 
 from __future__ import annotations
 
-import math
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from qwen35.domain.errors import UnavailableError
 from qwen35.domain.platform import Platform
 from qwen35.testing.machine import device_facts, versions
 from qwen35.testing.measure_ranks import METHODS
+from qwen35.testing.report_parts import finite, new_figure, timing_fields
 from qwen35.testing.swap_fusion import FusionCell, FusionExperiment, FusionProgress, FusionRow, winner
 
 SCHEMA = 1
@@ -56,20 +55,11 @@ def _result(cell: FusionCell) -> dict[str, Any]:
     t = cell.timing
     return {
         "adapter": cell.adapter, "ran": t is not None, "reasons": list(cell.reasons),
-        "time_us": None if t is None else round(t.median_us, 2),
-        "low_us": None if t is None else round(t.low_us, 2),
-        "high_us": None if t is None else round(t.high_us, 2),
-        "spread_us": None if t is None else round(t.spread_us, 2),
-        "samples": None if t is None else t.samples,
-        "method": None if t is None else METHODS[t.method],
-        "norm_error": _finite(cell.norm_error), "residual_error": _finite(cell.residual_error), "bound": cell.bound,
+        **timing_fields(t, None if t is None else METHODS[t.method]),
+        "norm_error": finite(cell.norm_error), "residual_error": finite(cell.residual_error), "bound": cell.bound,
         "bits_agree": cell.bits_agree, "broken": [str(clause) for clause in cell.broken],
         "deviations": list(cell.deviations),
     }  # fmt: skip
-
-
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
@@ -77,12 +67,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
 
     Raises ``UnavailableError`` where matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise UnavailableError("plot", ["matplotlib is not installed: pip install 'qwen35[report]'"]) from exc
     shapes = list(dict.fromkeys((row["hidden"], row["top_k"]) for row in report["rows"]))
-    figure = Figure(figsize=(9, 1.0 + 3.2 * max(1, len(shapes))), layout="constrained")
+    figure = new_figure(9.0, len(shapes))
     for at, (hidden, top_k) in enumerate(shapes):
         axes = figure.add_subplot(len(shapes), 1, at + 1)
         _panel(axes, [row for row in report["rows"] if (row["hidden"], row["top_k"]) == (hidden, top_k)])

@@ -18,16 +18,15 @@ A number that does not exist (did not run, not finite) is null. Times are micros
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from qwen35.domain.errors import UnavailableError
 from qwen35.domain.platform import Platform
 from qwen35.ports.support import dtype_name
 from qwen35.testing.machine import device_facts, versions
+from qwen35.testing.report_parts import finite, new_figure, timing_fields
 from qwen35.testing.swap import Cell, Experiment, Progress, winner
 from qwen35.testing.workload import Row
 
@@ -79,14 +78,9 @@ def _result(cell: Cell) -> dict[str, Any]:
     t, bound = cell.timing, cell.bound
     return {
         "adapter": cell.adapter, "ran": t is not None, "reasons": list(cell.reasons),
-        "time_us": None if t is None else round(t.median_us, 2),
-        "low_us": None if t is None else round(t.low_us, 2),
-        "high_us": None if t is None else round(t.high_us, 2),
-        "spread_us": None if t is None else round(t.spread_us, 2),
-        "samples": None if t is None else t.samples,
-        "method": None if t is None else str(t.method),
+        **timing_fields(t, None if t is None else str(t.method)),
         "percent_of_ceiling": None if cell.ceiling is None else float(f"{100 * cell.ceiling:.4g}"),
-        "output_error": _finite(cell.output_error), "state_error": _finite(cell.state_error),
+        "output_error": finite(cell.output_error), "state_error": finite(cell.state_error),
         "output_bound": None if bound is None else bound.output,
         "state_bound": None if bound is None else bound.state,
         "broken": [{"clause": str(b.clause), "seen": b.seen} for b in cell.broken],
@@ -94,22 +88,14 @@ def _result(cell: Cell) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _finite(value: float | None) -> float | None:
-    return value if value is not None and math.isfinite(value) else None
-
-
 def plot(report: dict[str, Any], path: Path) -> None:
     """A PNG of ``report`` (a ``document``): time by row, one bar an adapter, one panel a phase, the floor marked.
 
     Raises ``UnavailableError`` where matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as exc:
-        raise UnavailableError("plot", ["matplotlib is not installed: pip install 'qwen35[report]'"]) from exc
     phases = list(dict.fromkeys(row["phase"] for row in report["rows"]))
     names = list(dict.fromkeys(r["adapter"] for row in report["rows"] for r in row["results"] if r["ran"]))
-    figure = Figure(figsize=(10, 1.0 + 3.2 * max(1, len(phases))), layout="constrained")
+    figure = new_figure(10.0, len(phases))
     for at, phase in enumerate(phases):
         axes = figure.add_subplot(len(phases), 1, at + 1)
         _panel(axes, [row for row in report["rows"] if row["phase"] == phase], names)

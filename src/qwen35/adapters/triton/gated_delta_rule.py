@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from qwen35.adapters._kernels.plans import widened
+from qwen35.adapters._kernels.scratch import capturing
 from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
 from qwen35.domain.precision import Precision
@@ -105,7 +107,7 @@ class TritonGatedDeltaRule:
         reasons = (*support.reasons, *_width_reasons(plan.geometry.key_width))
         if reasons:
             raise UnsupportedError("plan for the Triton gated delta rule", reasons)
-        if _capturing(plan.device):
+        if capturing(plan.device):
             raise CaptureError("prepare is not legal inside CUDA graph capture; call it before")
         self._adopt(plan)
         if plan.device.type == "cuda" and not self._interpreted:
@@ -150,7 +152,7 @@ class TritonGatedDeltaRule:
             config = self._config.extend_config(
                 sequences, heads, call.q.shape[-1], value_width, dot.itemsize, self._launch.shared_bytes(device)
             )
-            scratch = self._scratch.cut(heads, tokens, dot, device, _capturing(device))
+            scratch = self._scratch.cut(heads, tokens, dot, device, capturing(device))
             self._extend.launch_extend(self._aligned(call), out, checkpoints, scratch, config)
         return ExtendResult(out=out, checkpoints=checkpoints)
 
@@ -194,7 +196,7 @@ class TritonGatedDeltaRule:
         if self._interpreted or call.q.dtype is not torch.bfloat16 or self._scratch_rules.wide(*tokens):
             return call
         most = self._planned(call).max_tokens
-        q, k, v = self._scratch.dense(tokens, most, _capturing(call.states.device))
+        q, k, v = self._scratch.dense(tokens, most, capturing(call.states.device))
         return replace(call, q=q, k=k, v=v)
 
     def _tile(self, call: DecodeCall | VerifyCall) -> DecodeConfig:
@@ -221,7 +223,7 @@ class TritonGatedDeltaRule:
         plan = self._plans.get(_kind(wanted))
         if plan is not None and all(need <= have for need, have in zip(_sizes(wanted), _sizes(plan), strict=True)):
             return
-        if _capturing(wanted.device):
+        if capturing(wanted.device):
             raise CaptureError(
                 f"{type(call).__name__} of {wanted.max_batch} rows, {wanted.max_tokens} tokens and {wanted.max_draft} "
                 f"draft tokens is not covered by {'any plan' if plan is None else plan}; "
@@ -231,10 +233,7 @@ class TritonGatedDeltaRule:
 
     def _adopt(self, plan: GdnPlan) -> None:
         """Widen what is planned for this kind of call, and reserve scratch for it."""
-        before = self._plans.get(_kind(plan))
-        if before is not None:
-            batch, tokens, draft = (max(pair) for pair in zip(_sizes(before), _sizes(plan), strict=True))
-            plan = replace(plan, max_batch=batch, max_tokens=tokens, max_draft=draft)
+        plan = widened(self._plans.get(_kind(plan)), plan)
         if plan.max_tokens:
             dot = self._launch.dot_dtype(plan.token_dtype, self._interpreted)
             size = self._scratch_rules.scratch_bytes(plan.geometry.value_heads, plan.max_tokens, dot)
@@ -258,10 +257,6 @@ def _kind(plan: GdnPlan) -> tuple[object, ...]:
 
 def _sizes(plan: GdnPlan) -> tuple[int, int, int]:
     return plan.max_batch, plan.max_tokens, plan.max_draft
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _output(v: Tensor, out: Tensor | None) -> Tensor:

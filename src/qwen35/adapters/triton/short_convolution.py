@@ -9,6 +9,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from qwen35.adapters._kernels.scratch import capturing
 from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
 from qwen35.domain.precision import Precision
@@ -62,7 +63,7 @@ class TritonShortConvolution:
         support = conv_plan_support(self.capabilities, plan)
         if not support:
             raise UnsupportedError("plan for Triton's short convolution", support.reasons)
-        if _capturing(plan.device):
+        if capturing(plan.device):
             raise CaptureError("prepare is not legal inside CUDA graph capture; call it before")
         for weight_dtype in {plan.token_dtype, torch.float32}:
             # A multiple of 16 channels is moved 16 bytes at a time, others are not: both binaries are wanted.
@@ -137,7 +138,7 @@ class TritonShortConvolution:
         self, binary: tuple[object, ...], device: torch.device, launch: Callable[..., None], *args: object
     ) -> None:
         """Launch on ``device``; refused where that would compile inside capture."""
-        if binary not in self._compiled and _capturing(device):
+        if binary not in self._compiled and capturing(device):
             raise CaptureError(
                 f"{binary} was not compiled before CUDA graph capture; call prepare, or make such a call, before it"
             )
@@ -169,7 +170,3 @@ def _binary(
 def _empty_like(x: Tensor) -> Tensor:
     """Dense, where ``x`` may be a view of a packed projection."""
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
