@@ -36,7 +36,7 @@ HERE = Path(os.path.relpath(Path(__file__).parent))
 ENGINE_SCRIPT = str(HERE / "sglang_engine.py")
 #: Making a model, transformers' answer, and scripts that read recordings.
 OTHER_LIMIT_S = 240
-FIRST_PORT, PORT_STEP = 31_000, 1_000
+PORT_STEP = 1_000
 LOG_TAIL = 12
 #: No process is begun with less time left.
 LEAST_S = 30
@@ -132,16 +132,16 @@ def preparations(places: Places, suite: Suite, engines: Sequence[Engine]) -> lis
     return steps
 
 
-def engine_steps(places: Places, engines: Sequence[Engine], slots: Sequence[str]) -> list[Step]:
+def engine_steps(places: Places, engines: Sequence[Engine], slots: Sequence[str], first_port: int) -> list[Step]:
     """As ``--list`` shows them: GPUs in turn."""
     return [
-        engine_step(places, engine, slots[i % len(slots)], FIRST_PORT + PORT_STEP * (i % len(slots)))
+        engine_step(places, engine, slots[i % len(slots)], first_port + PORT_STEP * (i % len(slots)))
         for i, engine in enumerate(engines)
     ]
 
 
 def run_engines(
-    places: Places, engines: Sequence[Engine], slots: Sequence[str], deadline: float
+    places: Places, engines: Sequence[Engine], slots: Sequence[str], first_port: int, deadline: float
 ) -> list[dict[str, Any]]:
     """All of them, one at a time in each slot of GPUs; what failed."""
     free: queue.Queue[int] = queue.Queue()
@@ -151,7 +151,7 @@ def run_engines(
     def one(engine: Engine) -> dict[str, Any] | None:
         slot = free.get()
         try:
-            return run_step(engine_step(places, engine, slots[slot], FIRST_PORT + PORT_STEP * slot), deadline)
+            return run_step(engine_step(places, engine, slots[slot], first_port + PORT_STEP * slot), deadline)
         finally:
             free.put(slot)
 
@@ -193,6 +193,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "qwen35-engines")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--port", type=int, default=31_000, help="the first; another for each suite that runs beside")
     parser.add_argument("--only", default="", help="engines by name, separated by commas")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="for everything together")
     parser.add_argument("--again", action="store_true", help="also engines whose results are there")
@@ -207,13 +208,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     before = preparations(places, suite, engines)
     after = [places.step(script[0].removesuffix(".py"), str(HERE / script[0]), *script[1:]) for script in suite.scripts]
     if args.list:
-        say("\n".join(shlex.join(step.command) for step in (*before, *engine_steps(places, engines, slots), *after)))
+        steps = (*before, *engine_steps(places, engines, slots, args.port), *after)
+        say("\n".join(shlex.join(step.command) for step in steps))
         return 0
     deadline = time.monotonic() + args.budget
     for folder in (places.out, places.work):
         folder.mkdir(parents=True, exist_ok=True)
     failures = [failure for step in before if (failure := run_step(step, deadline)) is not None]
-    failures += run_engines(places, engines, slots, deadline)
+    failures += run_engines(places, engines, slots, args.port, deadline)
     failures += [failure for step in after if (failure := run_step(step, deadline)) is not None]
     write_documents(places, suite, failures)
     return 1 if failures else 0

@@ -202,6 +202,9 @@ def methods_of(signature: WorkspaceSignature, peers: list[str], sweep: bool) -> 
             "crowding 2": replace(base, crowding=2), "crowding 2, 2 pieces": replace(base, crowding=2, pieces=2),
             "16 words": replace(base, words_a_thread=16), "16 words, wave 1": replace(base, words_a_thread=16, wave=1),
             "16 words, crowding 2": replace(base, words_a_thread=16, crowding=2),
+            "wave 2": replace(base, wave=2), "16 words, wave 2": replace(base, words_a_thread=16, wave=2),
+            "64 words": replace(base, words_a_thread=64),
+            "64 words, 4 pieces": replace(base, words_a_thread=64, pieces=4),
             "two-step": replace(base, one_shot_rows=never), "bf16 wire": replace(base, wire="bfloat16"),
         }  # fmt: skip
         found |= {f"ours, {name}": ours(signature, tuning) for name, tuning in variants.items()}

@@ -38,7 +38,7 @@ def test_commands_are_ones_that_the_engine_script_takes(name: str, tmp_path: Pat
     import sglang_engine
 
     places = engine_suite.Places(name, tmp_path, tmp_path)
-    for step in engine_suite.engine_steps(places, SUITES[name].engines, ["0"]):
+    for step in engine_suite.engine_steps(places, SUITES[name].engines, ["0"], 31_000):
         known = sglang_engine.parser().parse_args(step.command[2:])
         assert known.model.startswith(str(tmp_path))
         assert not any("{" in word for word in step.command)
