@@ -25,7 +25,7 @@ from rich.table import Table
 from qwen35.adapters.triton.gated_delta_rule import TritonGatedDeltaRule
 from qwen35.adapters.triton.kernels.gdn_config import ExtendConfig
 from qwen35.adapters.triton.kernels.gdn_extend import launch_chunks, launch_scan
-from qwen35.adapters.triton.kernels.gdn_scratch import ExtendScratch, ScratchBuffer, scratch_bytes
+from qwen35.adapters.triton.kernels.gdn_scratch import ExtendScratch, cut, scratch_bytes
 from qwen35.ports.gated_delta_rule import ExtendCall, RawGates
 from qwen35.testing.machine import versions
 from qwen35.testing.measure import time_events, time_graph
@@ -53,9 +53,8 @@ def make_call(sequences: int, length: int, heads: int, key_heads: int) -> Extend
 
 def scratch_for(call: ExtendCall) -> ExtendScratch:
     tokens, heads = call.v.shape[:2]
-    buffer = ScratchBuffer()
-    buffer.reserve(scratch_bytes(heads, tokens, torch.bfloat16), call.v.device)
-    return buffer.cut(heads, tokens, torch.bfloat16, call.v.device, capturing=False)
+    room = torch.empty(scratch_bytes(heads, tokens, torch.bfloat16), dtype=torch.uint8, device=call.v.device)
+    return cut(room, heads, tokens, torch.bfloat16)
 
 
 def time_thunk(thunk: Callable[[], object]) -> float:

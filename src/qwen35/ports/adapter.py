@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from qwen35.domain.capabilities import Support
 from qwen35.domain.platform import Platform
@@ -20,6 +20,19 @@ class AdapterOptions:
 
     prefill_split: Literal["auto", "on", "off"] = "auto"
     checked: bool = False
+
+
+@runtime_checkable
+class HoldsScratch(Protocol):
+    """What an adapter may offer besides its port: how much scratch it holds, for gauges."""
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes held now."""
+
+    @property
+    def scratch_bound(self) -> int:
+        """Bytes that are never exceeded under the current plan."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

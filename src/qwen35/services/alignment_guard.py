@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,8 +13,9 @@ from torch import Tensor
 
 from qwen35.domain.alignment import Remedy, Role, misalignment, remedy
 from qwen35.domain.capabilities import Capabilities, Support
-from qwen35.domain.errors import CaptureError, UnsupportedError
+from qwen35.domain.errors import UnsupportedError
 from qwen35.domain.geometry import GdnGeometry
+from qwen35.ports.adapter import HoldsScratch
 from qwen35.ports.admission import CHECKS, DecodesKnown
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
@@ -29,11 +29,10 @@ from qwen35.ports.gated_delta_rule import (
     RawGates,
     VerifyCall,
 )
-from qwen35.ports.gdn_checks import call_geometry
 from qwen35.services.counters import Counters
 from qwen35.services.parameter_copies import ParameterCopies
 from qwen35.services.routing import capturing
-from qwen35.services.scratch import AlignedScratch
+from qwen35.services.scratch import Scratch
 
 _Call = TypeVar("_Call", DecodeCall, ExtendCall, VerifyCall, CommitCall)
 _Step = TypeVar("_Step", DecodeCall, VerifyCall)
@@ -60,6 +59,8 @@ _PARAMETERS = frozenset({"A_log", "dt_bias"})
 _LEAST_ITEM = 2
 #: Layouts that are remembered; a serving engine has a few dozen.
 MAX_STRIDES = 4096
+#: Streams first seen inside capture that find copies' room ready.
+SPARE = 2
 
 
 def scratch_sizes(geometry: GdnGeometry, itemsize: int, rows: int, batch: int) -> dict[str, int]:
@@ -96,7 +97,9 @@ class AlignmentGuard:
     def __init__(self, name: str, adapter: GatedDeltaRule, counters: Counters) -> None:
         self._name, self._adapter, self._counters = name, adapter, counters
         self._alignment = adapter.capabilities.byte_alignment
-        self._scratch = AlignedScratch(self._alignment)
+        #: Phases that may be captured, and extends, whose copies are larger and are not made ready.
+        self._small, self._large = Scratch(self._alignment, SPARE), Scratch(self._alignment, spare=0)
+        self._inner = adapter if isinstance(adapter, HoldsScratch) else None
         self._parameters = ParameterCopies(self._alignment)
         self._aligned_strides: set[tuple[int, ...]] = set()
         self._decode_known = adapter.decode_known if isinstance(adapter, DecodesKnown) else _decode_nothing
@@ -110,8 +113,9 @@ class AlignmentGuard:
 
     @property
     def scratch_bytes(self) -> int:
-        """Bytes of scratch held now."""
-        return self._scratch.bytes
+        """Bytes of scratch held now, the adapter's own among them."""
+        own = self._small.bytes + self._large.bytes
+        return own if self._inner is None else own + self._inner.scratch_bytes
 
     @property
     def parameter_bytes(self) -> int:
@@ -120,8 +124,9 @@ class AlignmentGuard:
 
     @property
     def scratch_bound(self) -> int:
-        """Bytes of scratch that are never exceeded under the current plan."""
-        return self._scratch.bound
+        """Bytes of scratch that are never exceeded under the current plan, the adapter's own among them."""
+        own = self._small.bound + self._large.bound
+        return own if self._inner is None else own + self._inner.scratch_bound
 
     def prepare(self, plan: GdnPlan) -> None:
         """Prepare the adapter, and lay out scratch for ``plan``."""
@@ -162,7 +167,8 @@ class AlignmentGuard:
 
     def close(self) -> None:
         """Free scratch and copies, and close the adapter."""
-        self._scratch.close()
+        self._small.close()
+        self._large.close()
         self._parameters.close()
         self._adapter.close()
 
@@ -249,35 +255,13 @@ class AlignmentGuard:
             CHECKS[type(call)](call)  # a copy would hide it
         if name in _PARAMETERS:
             return self._parameters.take(tensor, capturing())
-        return self._scratched(call, name, tensor, fill=name != "out")
-
-    def _scratched(self, call: GdnCall, name: str, tensor: Tensor, fill: bool) -> Tensor:
-        inside, large = capturing(), isinstance(call, ExtendCall)
-        if not self._scratch.holds(name, tensor, large):
-            if inside:
-                raise CaptureError(f"{name} needs more scratch than planned: prepare a larger plan before capture")
-            self._grow(call)
-        copy = self._scratch.take(name, tensor, large, inside)
+        scratch = self._large if isinstance(call, ExtendCall) else self._small
+        copy = scratch.take(name, tuple(tensor.shape), tensor.dtype, tensor.device)
         self._counters.add("scratch_copies", adapter=self._name, argument=name)
-        return copy.copy_(tensor) if fill else copy
+        return copy if name == "out" else copy.copy_(tensor)
 
     def _lay_out(self, plan: GdnPlan) -> None:
         itemsize, rows = plan.token_dtype.itemsize, plan.max_batch * max(1, plan.max_draft)
-        small = scratch_sizes(plan.geometry, itemsize, rows, plan.max_batch)
-        large = scratch_sizes(plan.geometry, itemsize, plan.max_tokens, plan.max_batch)
-        self._scratch.plan(small, large, plan.device)
+        self._small.reserve(scratch_sizes(plan.geometry, itemsize, rows, plan.max_batch), plan.device)
+        self._large.reserve(scratch_sizes(plan.geometry, itemsize, plan.max_tokens, plan.max_batch), plan.device)
         self._parameters.reserve(plan.geometry.value_heads * 4, plan.device)
-
-    def _grow(self, call: GdnCall) -> None:
-        """Lay out for an unplanned call, by powers of two so that many sizes cost no more than twice the largest."""
-        batch = 1 << max(0, call.slots.shape[0] - 1).bit_length()
-        device = call.states.device
-        if isinstance(call, CommitCall):
-            sizes = dict.fromkeys(("slots", "rows", "last"), (batch + 1) * 8)
-            self._scratch.plan(sizes, {}, device)
-            return
-        tokens = math.prod(call.q.shape[:-2])
-        rows = max(batch, 1 << max(0, tokens - 1).bit_length())
-        sizes = scratch_sizes(call_geometry(call), call.q.element_size(), rows, batch)
-        large = isinstance(call, ExtendCall)
-        self._scratch.plan({} if large else sizes, sizes if large else {}, device)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.platform import Platform
 from qwen35.domain.shadow import ShadowSpec, parse_shadow
-from qwen35.ports.adapter import AdapterEntry, AdapterOptions
+from qwen35.ports.adapter import AdapterEntry, AdapterOptions, HoldsScratch
 from qwen35.ports.gated_delta_rule import GatedDeltaRule
 from qwen35.services import gated_delta_rule, short_convolution
 from qwen35.services.alignment_guard import AlignmentGuard
@@ -64,10 +64,16 @@ def make_shadow(spec: ShadowSpec, settings: Settings, registry: AdapterRegistry,
 
 
 def guarded(name: str, adapter: GatedDeltaRule, counters: Counters) -> GatedDeltaRule:
-    """The adapter itself, or behind the alignment guard where its kernels ask for more than torch gives."""
-    if adapter.capabilities.byte_alignment <= NATURAL_ALIGNMENT:
-        return adapter
-    return AlignmentGuard(name, adapter, counters)
+    """The adapter itself, or behind the alignment guard where its kernels ask for more than torch gives.
+
+    Either way the gauge ``scratch_bytes`` of ``name`` reads all that is held.
+    """
+    if adapter.capabilities.byte_alignment > NATURAL_ALIGNMENT:
+        return AlignmentGuard(name, adapter, counters)
+    if isinstance(adapter, HoldsScratch):
+        held = adapter
+        counters.watch("scratch_bytes", lambda: held.scratch_bytes, adapter=name)
+    return adapter
 
 
 def make_short_convolution(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from operator import attrgetter
 from types import MappingProxyType
 
 from torch import Tensor
@@ -25,9 +26,11 @@ from qwen35.ports.gated_delta_rule import (
 )
 from qwen35.ports.support import phase_of
 from qwen35.services.counters import Counters
+from qwen35.services.devices import on
 from qwen35.services.routing import Decision, Route, capturing
 
 PORT = "gated_delta_rule"
+_STATES = attrgetter("states")
 
 
 class GatedDeltaRuleService:
@@ -47,19 +50,19 @@ class GatedDeltaRuleService:
         f_name, f = fallback or ("", None)
         self._decode = Route(
             PORT, Phase.DECODE, DecodeCall, (d_name, d.decode), None if f is None else (f_name, f.decode), counters,
-            _addresses,
+            _STATES, _addresses,
         )  # fmt: skip
         self._extend = Route(
             PORT, Phase.EXTEND, ExtendCall, (e_name, e.extend), None if f is None else (f_name, f.extend), counters,
-            _addresses,
+            _STATES, _addresses,
         )  # fmt: skip
         self._verify = Route(
             PORT, Phase.VERIFY, VerifyCall, (v_name, v.verify), None if f is None else (f_name, f.verify), counters,
-            _addresses,
+            _STATES, _addresses,
         )  # fmt: skip
         self._commit = Route(
             PORT, Phase.COMMIT, CommitCall, (v_name, v.commit), None if f is None else (f_name, f.commit), counters,
-            _addresses,
+            _STATES, _addresses,
         )  # fmt: skip
 
     @property
@@ -103,8 +106,12 @@ class GatedDeltaRuleService:
         return Support.of(*replay_reasons(self.captured, plan.phase, addresses))
 
     def prepare(self, plan: GdnPlan) -> None:
-        """Prepare every chosen adapter and the fallback. Raises ``UnsupportedError`` where a chosen adapter
-        cannot serve the plan and no fallback is configured."""
+        """Prepare every chosen adapter and the fallback, with the plan's GPU current. Raises ``UnsupportedError`` where
+        a chosen adapter cannot serve the plan and no fallback is configured."""
+        with on(plan.device if isinstance(plan, GdnPlan) else None):
+            self._prepare(plan)
+
+    def _prepare(self, plan: GdnPlan) -> None:
         for name, adapter in {id(a): (n, a) for n, a in self._adapters.values()}.values():
             try:
                 adapter.prepare(plan)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import torch
+from torch import Tensor
 
 from qwen35.domain.alignment import CapturedBranch
 from qwen35.domain.capabilities import Phase, reason_kind
@@ -41,18 +42,19 @@ class Route(Generic[Call, Result]):
     (and logged once a reason, whatever the values that came).
 
     An adapter refuses with ``UnsupportedError`` before it writes anything, so the fallback gets the original
-    tensors. ``last`` is the decision of the latest call; ``captured`` holds the branch of every captured call, with
+    tensors. Calls whose pool (``pool_of``) lies on another GPU than the current one are served with that one current.
+    ``last`` is the decision of the latest call; ``captured`` holds the branch of every captured call, with
     what ``addresses(call)`` says of it.
     """
 
     def __init__(
         self, port: str, phase: Phase, kind: type[Call], primary: tuple[str, Callable[[Call], Result]],
-        fallback: tuple[str, Callable[[Call], Result]] | None, counters: Counters,
+        fallback: tuple[str, Callable[[Call], Result]] | None, counters: Counters, pool_of: Callable[[Call], Tensor],
         addresses: Callable[[Call], tuple[tuple[str, int], ...]] = lambda _: (),
     ) -> None:  # fmt: skip
         self._port, self._phase, self._kind, self._counters = port, phase, kind, counters
         self._name, self._serve = primary
-        self._addresses = addresses
+        self._pool_of, self._addresses = pool_of, addresses
         self._fallback = fallback if fallback is not None and fallback[0] != self._name else None
         self._told: set[tuple[str, ...]] = set()
         self._count_eager, self._count_captured = (self._counter(self._name, mode) for mode in ("eager", "captured"))
@@ -62,6 +64,17 @@ class Route(Generic[Call, Result]):
 
     def __call__(self, call: Call) -> Result:
         """Serve ``call``; raises ``UnsupportedError`` where nobody can, ``ContractError`` for another kind of call."""
+        try:
+            pool = self._pool_of(call)
+            index = pool.get_device() if pool.is_cuda else -1
+        except AttributeError:  # no call, or something in it is no tensor: the check names it
+            index = -1
+        if index < 0 or index == torch.cuda.current_device():
+            return self._serve_here(call)
+        with torch.cuda.device(index):
+            return self._serve_here(call)
+
+    def _serve_here(self, call: Call) -> Result:
         captured = capturing()
         try:
             result = self._serve(call)

@@ -1,18 +1,25 @@
-"""Memory at addresses that stay: aligned, bounded, freed by ``close()`` only."""
+"""Memory at addresses that stay: aligned, bounded, one buffer for each device, stream and name."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from math import prod
 
 import torch
 from torch import Tensor
 
 from qwen35.domain.alignment import padded
 from qwen35.domain.errors import CaptureError, UnsupportedError
+from qwen35.services.devices import capturing, current_stream
 
-#: Streams that may use one guard at the same time; a bound needs a number, and engines use two or three.
-MAX_STREAMS = 8
+#: Streams of one device that may use one scratch: torch hands out 32 of one priority in turn, and there is the default.
+MAX_STREAMS = 33
+#: Bytes. What a CUDA allocation starts at by itself; enough for the widest loads.
+ALIGNMENT = 256
+
+_Place = tuple[torch.device, str]
+_Key = tuple[torch.device, int, str]
 
 
 def empty_aligned(
@@ -23,106 +30,136 @@ def empty_aligned(
     Allocates less than ``alignment`` bytes more than needed. ``alignment`` must be a multiple of the dtype's size.
     It may be written in and outside inference mode, wherever it is made.
     """
-    nbytes = math.prod(shape) * dtype.itemsize
+    nbytes = prod(shape) * dtype.itemsize
     with torch.inference_mode(False):
         raw = torch.empty(nbytes + alignment - 1, dtype=torch.uint8, device=device)
         start = -raw.data_ptr() % alignment
         return raw[start : start + nbytes].view(dtype).view(shape)
 
 
-def current_stream(device: torch.device) -> int:
-    """A number for the stream that work on ``device`` goes to now; 0 on the CPU."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+class Scratch:
+    """One buffer for each (device, stream, name), as large as was planned for the name and cut to each call.
 
-
-class AlignedScratch:
-    """One buffer for each (stream, argument, small or large), sized by the plan and sliced.
-
-    ``small`` holds the phases that may be captured (decode and verify), ``large`` extends too. The small buffers of
-    ``spare`` streams are made by ``plan`` in advance, so that a stream first seen inside capture finds its own.
-    Buffers are replaced only by a larger plan; a replaced one is kept, since a graph may hold its address.
+    A stream's buffer is made by its first eager ``take``. Inside capture nothing is made: a stream that has none gets
+    one of ``spare`` that lie ready for each name, whatever the eager streams have taken. Where a plan or an eager call
+    needs more than was planned, every stream gets a larger buffer, at least twice as large, when it next asks; one
+    that a capture took is kept, since the graph's replays still write it. Work of one stream shares a name's
+    buffer, and so do the graphs that were captured on it: they are replayed one after another.
     """
 
     def __init__(
-        self, alignment: int, spare: int = 2, stream_of: Callable[[torch.device], int] = current_stream
-    ) -> None:
-        self._alignment, self._spare, self._stream_of = alignment, spare, stream_of
-        self._capacity: dict[tuple[str, bool], int] = {}
-        self._buffers: dict[tuple[int, str, bool], Tensor] = {}
-        self._streams: dict[int, None] = {}
-        self._ready: list[dict[str, Tensor]] = []
-        self._kept: list[Tensor] = []
-        self._device = torch.device("cpu")
+        self, alignment: int = ALIGNMENT, spare: int = 1, *,
+        stream_of: Callable[[torch.device], int] = current_stream,
+        inside: Callable[[torch.device], bool] = capturing,
+    ) -> None:  # fmt: skip
+        self._alignment, self._spare, self._stream_of, self._inside = alignment, spare, stream_of, inside
+        self._lock = threading.Lock()
+        self._capacity: dict[_Place, int] = {}
+        self._buffers: dict[_Key, Tensor] = {}
+        self._ready: dict[_Place, list[Tensor]] = {}
+        self._captured: dict[int, Tensor] = {}
+        self._streams: set[tuple[torch.device, int]] = set()
 
     @property
     def bytes(self) -> int:
-        """Bytes held now."""
-        spare = [t for ready in self._ready for t in ready.values()]
-        return sum(t.numel() for t in (*self._buffers.values(), *spare, *self._kept))
+        """Bytes held now, what lies ready and what only a graph may still use among them."""
+        with self._lock:
+            return _total((*self._in_use(), *self._captured.values()))
 
     @property
     def bound(self) -> int:
-        """Bytes that are never exceeded under the current plan, apart from buffers that an earlier plan left."""
-        each = sum(padded(size, self._alignment) for size in self._capacity.values())
-        return (MAX_STREAMS + self._spare) * each + sum(t.numel() for t in self._kept)
+        """Bytes that are never exceeded under the current plan, apart from buffers that captures before it left."""
+        with self._lock:
+            current = {t.data_ptr() for t in self._in_use()}
+            left = _total(t for t in list(self._captured.values()) if t.data_ptr() not in current)
+            each = sum(padded(size, self._alignment) for size in self._capacity.values())
+            return (MAX_STREAMS + self._spare) * each + left
 
-    def holds(self, name: str, like: Tensor, large: bool) -> bool:
-        """Whether the plan has room for a tensor like this."""
-        return like.numel() * like.element_size() <= self._capacity.get((name, large), 0)
+    def reserve(self, sizes: Mapping[str, int], device: torch.device) -> None:
+        """Plan for ``sizes`` bytes, by name. Raises ``CaptureError`` where that needs memory inside capture."""
+        with self._lock:
+            for name, size in sizes.items():
+                place = (device, name)
+                if size > self._capacity.get(place, -1):
+                    if self._inside(device):
+                        raise CaptureError(f"scratch for {name} is planned before capture")
+                    self._grow(place, size)
 
-    def plan(self, small: dict[str, int], large: dict[str, int], device: torch.device) -> None:
-        """Set the capacity of each argument, in bytes. Not inside capture.
+    def take(
+        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device,
+        most: tuple[int, ...] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """A dense aligned tensor of ``shape`` with undefined content, at the same address for this stream and name.
 
-        Streams that have buffers of an argument that grows get larger ones at once, so that a capture finds them.
+        ``most``: the largest shape to come, where a buffer has to be made. Raises ``CaptureError`` where one would have
+        to be made inside capture, and ``UnsupportedError`` for more than ``MAX_STREAMS`` streams of the device.
         """
-        capacity = {(n, False): s for n, s in small.items()} | {(n, True): s for n, s in large.items()}
-        if device == self._device and all(self._capacity.get(k, -1) >= s for k, s in capacity.items()):
-            return
-        grown = {k for k, size in capacity.items() if device != self._device or size > self._capacity.get(k, -1)}
-        before, self._device = self._device, device
-        self._capacity |= {k: max(size, self._capacity.get(k, 0)) for k, size in capacity.items()}
-        for key in [k for k in self._buffers if k[1:] in grown]:
-            self._kept.append(self._buffers.pop(key))
-            if device == before:  # another device's streams are others
-                self._buffers[key] = self._new(key[1], key[2])
-        names = [name for name, large in self._capacity if not large]
-        self._ready = [{name: self._new(name, False) for name in names} for _ in range(self._spare)]
-
-    def take(self, name: str, like: Tensor, large: bool, capturing: bool) -> Tensor:
-        """A contiguous aligned tensor of ``like``'s shape and dtype, always at the same address for this stream.
-
-        Raises ``UnsupportedError`` for more bytes than planned or more than ``MAX_STREAMS`` streams, and
-        ``CaptureError`` where the buffer would have to be made inside capture.
-        """
-        nbytes = like.numel() * like.element_size()
-        if not self.holds(name, like, large):
-            planned = self._capacity.get((name, large), 0)
-            raise UnsupportedError("alignment scratch", [f"{name} requires at most {planned} bytes, got {nbytes}"])
-        key = (self._stream_of(self._device), name, large)
+        size = prod(shape) * dtype.itemsize
+        key = (device, self._stream_of(device), name)
         buffer = self._buffers.get(key)
-        if buffer is None:
-            buffer = self._admit(key, capturing)
-        return buffer[:nbytes].view(like.dtype).view(like.shape)
+        if buffer is None or buffer.numel() < size:
+            buffer = self._make(key, size, size if most is None else prod(most) * dtype.itemsize)
+        if self._inside(device):
+            self._captured[buffer.data_ptr()] = buffer
+        return buffer[:size].view(dtype).view(shape)
 
     def close(self) -> None:
-        """Free everything."""
-        self._buffers, self._ready, self._kept, self._capacity, self._streams = {}, [], [], {}, {}
+        """Free everything; what uses it must have ended, and what was captured with it is not to be replayed."""
+        with self._lock:
+            self._buffers, self._ready, self._captured, self._capacity = {}, {}, {}, {}
+            self._streams = set()
 
-    def _admit(self, key: tuple[int, str, bool], capturing: bool) -> Tensor:
-        stream, name, large = key
-        if stream not in self._streams:
-            if len(self._streams) == MAX_STREAMS:
-                raise UnsupportedError("alignment scratch", [f"requires at most {MAX_STREAMS} streams, got one more"])
-            if self._ready:
-                for other, made in self._ready.pop().items():
-                    self._buffers[stream, other, False] = made
-            self._streams[stream] = None
-        if key not in self._buffers:
-            if capturing:
-                raise CaptureError(f"scratch for {name} must exist before capture: run one call on this stream first")
-            self._buffers[key] = self._new(name, large)
-        return self._buffers[key]
+    def _in_use(self) -> tuple[Tensor, ...]:
+        return (*self._buffers.values(), *(t for ready in self._ready.values() for t in ready))
 
-    def _new(self, name: str, large: bool) -> Tensor:
-        nbytes = padded(self._capacity[name, large], self._alignment)
-        return empty_aligned((nbytes,), torch.uint8, self._device, self._alignment)
+    def _make(self, key: _Key, size: int, most: int) -> Tensor:
+        device, stream, name = key
+        place = (device, name)
+        with self._lock:
+            inside, planned = self._inside(device), self._capacity.get(place, -1)
+            if inside and size > planned:
+                raise CaptureError(
+                    f"scratch for {name} needs {size} bytes and {max(planned, 0)} are planned: prepare a plan that "
+                    "covers the call, or make the call once, before capture"
+                )
+            self._admit(device, stream)
+            if inside:
+                if not self._ready[place]:
+                    raise CaptureError(
+                        f"scratch for {name} must exist before capture: make such a call on this stream first"
+                    )
+                buffer = self._ready[place].pop()
+            else:
+                if max(size, most) > planned:
+                    self._grow(place, max(size, most))
+                buffer = self._new(place)
+                self._lay_ready(place)
+            self._buffers[key] = buffer
+            return buffer
+
+    def _admit(self, device: torch.device, stream: int) -> None:
+        if (device, stream) in self._streams:
+            return
+        if sum(1 for other, _ in self._streams if other == device) == MAX_STREAMS:
+            raise UnsupportedError("scratch", [f"scratch requires at most {MAX_STREAMS} streams, got one more"])
+        self._streams.add((device, stream))
+
+    def _grow(self, place: _Place, size: int) -> None:
+        """Raise the capacity; what streams have of this name, and what lay ready, is too small from now on."""
+        self._capacity[place] = max(size, 2 * self._capacity.get(place, 0))
+        self._buffers = {k: t for k, t in self._buffers.items() if (k[0], k[2]) != place}
+        self._ready[place] = []
+        self._lay_ready(place)
+
+    def _lay_ready(self, place: _Place) -> None:
+        # torch.cuda.graph waits for the device, so whatever used this memory before has ended when a capture takes it.
+        self._ready[place] += [self._new(place) for _ in range(self._spare - len(self._ready[place]))]
+
+    def _new(self, place: _Place) -> Tensor:
+        nbytes = padded(self._capacity[place], self._alignment)
+        return empty_aligned((nbytes,), torch.uint8, place[0], self._alignment)
+
+
+def _total(tensors: Iterable[Tensor]) -> int:
+    """Bytes, each buffer counted once."""
+    return sum({t.data_ptr(): t.numel() for t in tensors}.values())

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
+
 from torch import Tensor
 
 from qwen35.domain.capabilities import Capabilities, Phase, Support
@@ -16,9 +18,11 @@ from qwen35.ports.short_convolution import (
     ShortConvolution,
 )
 from qwen35.services.counters import Counters
+from qwen35.services.devices import on
 from qwen35.services.routing import Decision, Route, capturing
 
 PORT = "short_convolution"
+_WINDOWS = attrgetter("windows")
 
 
 class ShortConvolutionService:
@@ -26,10 +30,10 @@ class ShortConvolutionService:
 
     def __init__(self, name: str, adapter: ShortConvolution, counters: Counters, checked: bool = False) -> None:
         self._adapter, self._checked = adapter, checked
-        self._decode = Route(PORT, Phase.DECODE, ConvDecodeCall, (name, adapter.decode), None, counters)
-        self._extend = Route(PORT, Phase.EXTEND, ConvExtendCall, (name, adapter.extend), None, counters)
-        self._verify = Route(PORT, Phase.VERIFY, ConvVerifyCall, (name, adapter.verify), None, counters)
-        self._commit = Route(PORT, Phase.COMMIT, ConvCommitCall, (name, adapter.commit), None, counters)
+        self._decode = Route(PORT, Phase.DECODE, ConvDecodeCall, (name, adapter.decode), None, counters, _WINDOWS)
+        self._extend = Route(PORT, Phase.EXTEND, ConvExtendCall, (name, adapter.extend), None, counters, _WINDOWS)
+        self._verify = Route(PORT, Phase.VERIFY, ConvVerifyCall, (name, adapter.verify), None, counters, _WINDOWS)
+        self._commit = Route(PORT, Phase.COMMIT, ConvCommitCall, (name, adapter.commit), None, counters, _WINDOWS)
 
     @property
     def capabilities(self) -> Capabilities:
@@ -42,8 +46,9 @@ class ShortConvolutionService:
         return tuple(route.last for route in (self._decode, self._extend, self._verify, self._commit))
 
     def prepare(self, plan: ConvPlan) -> None:
-        """See the port."""
-        self._adapter.prepare(plan)
+        """See the port; with the plan's GPU current."""
+        with on(plan.device if isinstance(plan, ConvPlan) else None):
+            self._adapter.prepare(plan)
 
     def supports(self, call: ConvCall) -> Support:
         """See the port."""

@@ -1,1 +1,1 @@
-"""What more than one adapter needs around somebody else's kernels: scratch, index mends, masked row copies."""
+"""What more than one adapter needs around somebody else's kernels: index mends, masked row copies."""

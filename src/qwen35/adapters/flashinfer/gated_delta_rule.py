@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
 from qwen35.adapters._kernels.rows import RowOperations
-from qwen35.adapters._kernels.scratch import Scratch, capturing
 from qwen35.adapters.flashinfer.admission import AdmittedVerify, StepCall, look_at, phase_of, raw_gates
 from qwen35.adapters.flashinfer.capabilities import capabilities_of
-from qwen35.adapters.flashinfer.known import IndexScratch, KnownDecode
+from qwen35.adapters.flashinfer.known import IndexPlaces, IndexScratch, KnownDecode
 from qwen35.adapters.flashinfer.mends import (
     ALIGNMENT,
     SOFTPLUS_LIMIT,
@@ -44,7 +44,9 @@ from qwen35.ports.gated_delta_rule import (
 )
 from qwen35.ports.gdn_checks import check_commit, check_extend
 from qwen35.ports.support import call_support, plan_support
+from qwen35.services.devices import capturing, current_stream
 from qwen35.services.parameter_copies import ParameterCopies
+from qwen35.services.scratch import Scratch
 
 #: Admitted layouts of one phase that are remembered; a serving engine has a few hundred.
 MAX_ADMITTED = 4096
@@ -57,18 +59,21 @@ class FlashInferGatedDeltaRule:
     intermediate rows, normalisation. ``branches`` says which way the latest call of each phase went.
     A gate input a with a + dt_bias past 85 counts as 85 where this release would make NaN of it.
 
-    Scratch has one buffer a purpose: decode and verify, which share theirs, belong on one stream, extends on one too.
-    Intermediates that must pass through scratch take max_batch * max_draft states of it from the first such call on.
+    Each stream has scratch of its own. Intermediates that must pass through it take max_batch * max_draft states
+    of each stream that makes such calls, and as much again that lies ready for a stream first seen inside capture.
     """
 
     def __init__(
-        self, kernels: FlashInferKernels, rows: RowOperations, platform: Platform, options: AdapterOptions
-    ) -> None:
+        self, kernels: FlashInferKernels, rows: RowOperations, platform: Platform, options: AdapterOptions,
+        stream_of: Callable[[torch.device], int] = current_stream,
+    ) -> None:  # fmt: skip
         self.capabilities = capabilities_of(kernels, platform)
         self._kernels, self._rows, self._decode = kernels, rows, decode_kernel(kernels)
         self._platform, self._split = platform, options.prefill_split
-        self._scratch, self._parameters = Scratch(), ParameterCopies(ALIGNMENT)
-        self._prefill = Prefill(kernels, rows, self._scratch)
+        self._stream_of, self._parameters = stream_of, ParameterCopies(ALIGNMENT)
+        self._scratch = Scratch(stream_of=stream_of)
+        self._prefill_scratch = Scratch(spare=0, stream_of=stream_of)  # prefill is never captured
+        self._prefill = Prefill(kernels, rows, self._prefill_scratch)
         self._plans = Plans(kernels)
         self._admitted: dict[tuple[object, ...], AdmittedVerify] = {}
         self._known: dict[tuple[object, ...], KnownDecode] = {}
@@ -89,7 +94,12 @@ class FlashInferGatedDeltaRule:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch held."""
-        return self._scratch.nbytes
+        return self._scratch.bytes + self._prefill_scratch.bytes
+
+    @property
+    def scratch_bound(self) -> int:
+        """Bytes of scratch that are never exceeded under the current plan and the calls that came."""
+        return self._scratch.bound + self._prefill_scratch.bound
 
     def prepare(self, plan: GdnPlan) -> None:
         """Fix branches, reserve index scratch, compile decode and verify for the plan's heads. Waits for the device.
@@ -108,9 +118,9 @@ class FlashInferGatedDeltaRule:
         if plan.max_draft:
             self._plans.measure(Phase.VERIFY, plan)
         self._parameters.reserve(heads * 4, plan.device)
-        for name in ("read", "write"):
-            self._scratch.reserve(name, (plan.max_batch,), torch.int64, plan.device)
-        self._scratch.reserve("a", (plan.max_batch, tokens, heads), plan.token_dtype, plan.device)
+        index, gates = plan.max_batch * torch.int64.itemsize, plan.max_batch * tokens * heads
+        sizes = {"read": index, "write": index, "a": gates * plan.token_dtype.itemsize}
+        self._scratch.reserve(sizes, plan.device)
 
     def supports(self, call: GdnCall) -> Support:
         """Whether ``call`` would be honoured under the present plan. Launches nothing."""
@@ -187,7 +197,8 @@ class FlashInferGatedDeltaRule:
         """Free scratch and copies. Idempotent."""
         self._closed = True
         self._forget()
-        self._scratch.release()
+        self._scratch.close()
+        self._prefill_scratch.close()
         self._parameters.close()
 
     def _recall(self, call: DecodeCall) -> KnownDecode | None:
@@ -213,8 +224,11 @@ class FlashInferGatedDeltaRule:
         mend, _ = self._settle(call)
         gates = raw_gates(call)
         parameters = Float32(self._parameters, gates.A_log), Float32(self._parameters, gates.dt_bias)
-        scratch = IndexScratch(*self._index_scratch(call, mend, 1)) if mend.index else None
-        known = KnownDecode(call, gates, mend, self._decode, self._rows, parameters, scratch)
+        places = None
+        if mend.index:
+            make = partial(self._index_scratch, mend=mend, tokens=1)
+            places = IndexPlaces(make, call.slots.device, self._stream_of)
+        known = KnownDecode(call, gates, mend, self._decode, self._rows, parameters, places)
         remembered = call.states.is_cuda and not off
         if remembered:
             if len(self._known) >= MAX_ADMITTED:
@@ -260,33 +274,31 @@ class FlashInferGatedDeltaRule:
 
     def _index(self, call: VerifyCall, step: Step, mend: Mend) -> tuple[Tensor, Step]:
         """Slots to read, and the step with its gate inputs, after one launch."""
-        read, write, clamped = self._index_scratch(call, mend, call.q.shape[1])
+        to = self._index_scratch(call, mend, call.q.shape[1])
         self._rows.index(
-            call.slots, None, read, write, read_padding=mend.read_padding, write_padding=mend.write_padding,
-            a=step.a, dt_bias=step.dt_bias, clamped=clamped, limit=SOFTPLUS_LIMIT,
+            call.slots, None, to.read, to.write, read_padding=mend.read_padding, write_padding=mend.write_padding,
+            a=step.a, dt_bias=step.dt_bias, clamped=to.clamped, limit=SOFTPLUS_LIMIT,
         )  # fmt: skip
-        return read, step if clamped is None else replace(step, a=clamped)
+        return to.read, step if to.clamped is None else replace(step, a=to.clamped)
 
-    def _index_scratch(self, call: StepCall, mend: Mend, tokens: int) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Where the index launch writes: read and write slots [B], and gate inputs [B, T, HV] where it limits them."""
+    def _index_scratch(self, call: StepCall, mend: Mend, tokens: int) -> IndexScratch:
+        """Where the index launch of ``call``, on the current stream, writes."""
         batch, device, dtype = call.slots.shape[0], call.slots.device, torch.int64 if mend.wide else torch.int32
         read = self._scratch.take("read", (batch,), dtype, device)
         write = self._scratch.take("write", (batch,), dtype, device)
         if not mend.clamp:
-            return read, write, None
+            return IndexScratch(read, write, None)
         a = raw_gates(call).a
-        return read, write, self._scratch.take("a", (batch, tokens, a.shape[-1]), a.dtype, device)
+        return IndexScratch(read, write, self._scratch.take("a", (batch, tokens, a.shape[-1]), a.dtype, device))
 
     def _nodes(self, call: VerifyCall, admitted: AdmittedVerify) -> Tensor:
         """The dense [B, T, HV, V, K] that the kernel writes: the caller's own rows, or scratch."""
         batch, draft = call.q.shape[:2]
         if not admitted.mend.scratch:
             return call.intermediates[:batch]
-        state, device, plan = tuple(call.states.shape[1:]), call.states.device, admitted.plan
-        if not capturing(device):
-            most = (max(batch, plan.max_batch), max(draft, plan.max_draft), *state)
-            self._scratch.reserve("nodes", most, call.states.dtype, device)
-        return self._scratch.take("nodes", (batch, draft, *state), call.states.dtype, device)
+        state, plan = tuple(call.states.shape[1:]), admitted.plan
+        most = (max(batch, plan.max_batch), max(draft, plan.max_draft), *state)
+        return self._scratch.take("nodes", (batch, draft, *state), call.states.dtype, call.states.device, most)
 
     def _cover(self, call: StepCall) -> GdnPlan:
         """A plan that covers ``call``, prepared. Raises ``CaptureError`` where that would have to happen in capture."""

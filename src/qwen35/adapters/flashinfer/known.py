@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,17 +16,42 @@ from qwen35.adapters.flashinfer.release import Kernel
 from qwen35.domain.alignment import misalignment
 from qwen35.ports._layout import LayoutCheck, layout_check
 from qwen35.ports.gdn_calls import DecodeCall, RawGates
+from qwen35.services.devices import capturing
 
 _LOW_BITS = ALIGNMENT - 1
 
 
 @dataclass(frozen=True, slots=True)
 class IndexScratch:
-    """Where the index launch writes: slots to read and to write [B], and gate inputs [B, 1, HV] that are limited."""
+    """Where the index launch writes: slots to read and to write [B], and gate inputs [B, T, HV] that are limited."""
 
     read: Tensor
     write: Tensor
     clamped: Tensor | None
+
+
+class IndexPlaces:
+    """The index scratch of calls of one layout, by stream: ``make`` finds that of the current one.
+
+    It is found once and remembered, but for calls inside capture, by which scratch learns what a graph holds.
+    """
+
+    __slots__ = ("_device", "_make", "_places", "_stream_of")
+
+    def __init__(
+        self, make: Callable[[DecodeCall], IndexScratch], device: torch.device,
+        stream_of: Callable[[torch.device], int],
+    ) -> None:  # fmt: skip
+        self._make, self._device, self._stream_of = make, device, stream_of
+        self._places: dict[int, IndexScratch] = {}
+
+    def __call__(self, call: DecodeCall) -> IndexScratch:
+        """Where the index launch of ``call`` writes."""
+        stream = self._stream_of(self._device)
+        place = self._places.get(stream)
+        if place is None or capturing(self._device):
+            place = self._places[stream] = self._make(call)
+        return place
 
 
 class KnownDecode:
@@ -37,10 +63,10 @@ class KnownDecode:
 
     def __init__(
         self, call: DecodeCall, gates: RawGates, mend: Mend, kernel: Kernel, rows: RowOperations,
-        parameters: tuple[Float32, Float32], scratch: IndexScratch | None,
+        parameters: tuple[Float32, Float32], places: IndexPlaces | None,
     ) -> None:  # fmt: skip
         self.mend, self.branch = mend, mend.branch
-        self._kernel, self._rows, self._scratch = kernel, rows, scratch
+        self._kernel, self._rows, self._places = kernel, rows, places
         self._A_log, self._dt_bias = parameters
         self._given_scale = call.scale
         self._scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
@@ -93,8 +119,8 @@ class KnownDecode:
             q, k, v = call.q.unsqueeze(1), call.k.unsqueeze(1), v.unsqueeze(1)
             a, b, rows = gates.a.unsqueeze(1), gates.b.unsqueeze(1), out.unsqueeze(1)
         read, write = call.slots, None
-        if self._scratch is not None:
-            a, read, write = self._index(call, a, dt_bias, self._scratch)
+        if self._places is not None:
+            a, read, write = self._index(call, a, dt_bias, self._places(call))
         self._kernel(
             q=q, k=k, v=v, state=None, A_log=A_log, a=a, dt_bias=dt_bias, b=b, scale=self._scale, output=rows,
             use_qk_l2norm=True, initial_state=call.states, initial_state_indices=read, output_state_indices=write,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qwen35.adapters._kernels.scratch import capturing
 from qwen35.adapters.flashinfer.mends import ALIGNMENT
+from qwen35.services.devices import capturing
 from qwen35.services.parameter_copies import ParameterCopies
 
 

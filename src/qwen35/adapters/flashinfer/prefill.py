@@ -6,11 +6,11 @@ import torch
 from torch import Tensor
 
 from qwen35.adapters._kernels.rows import RowOperations
-from qwen35.adapters._kernels.scratch import Scratch
 from qwen35.adapters.flashinfer.mends import fit
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.adapters.flashinfer.steps import backend_of, required
 from qwen35.ports.gdn_calls import CheckpointPlan, ExtendCall, ExtendResult, GdnPlan
+from qwen35.services.scratch import Scratch
 
 FLOAT = torch.float32
 
@@ -81,9 +81,8 @@ class Prefill:
         return initial, self._cut("extend.final", shape, FLOAT, plan.max_batch, call)
 
     def _cut(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int, call: ExtendCall) -> Tensor:
-        device = call.states.device
-        self._scratch.reserve(name, (max(rows, shape[0]), *shape[1:]), dtype, device)
-        return self._scratch.take(name, shape, dtype, device)
+        most = (max(rows, shape[0]), *shape[1:])
+        return self._scratch.take(name, shape, dtype, call.states.device, most)
 
 
 def _empty_checkpoints(call: ExtendCall) -> Tensor | None:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from qwen35.adapters._kernels.rows import RowOperations
-from qwen35.adapters._kernels.scratch import Scratch
 from qwen35.adapters.sglang.driven_kernels import SGLangKernels
 from qwen35.adapters.sglang.layouts import offsets_without_empty
 from qwen35.ports.gdn_calls import ExtendCall, GdnPlan
+from qwen35.services.scratch import Scratch
 
 FLOAT = torch.float32
 
@@ -66,9 +66,8 @@ class ChunkedPrefill:
         return q, k, decay, beta
 
     def _cut(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int, call: ExtendCall) -> Tensor:
-        device = call.states.device
-        self._scratch.reserve(name, (max(rows, shape[0]), *shape[1:]), dtype, device)
-        return self._scratch.take(name, shape, dtype, device)
+        most = (max(rows, shape[0]), *shape[1:])
+        return self._scratch.take(name, shape, dtype, call.states.device, most)
 
 
 def _with_tokens(values: Tensor, lengths: tuple[int, ...]) -> Tensor:

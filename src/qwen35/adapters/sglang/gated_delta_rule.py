@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -11,7 +11,6 @@ from torch import Tensor
 
 from qwen35.adapters._kernels.plans import widened
 from qwen35.adapters._kernels.rows import RowOperations
-from qwen35.adapters._kernels.scratch import Scratch, capturing
 from qwen35.adapters.sglang.chunked import ChunkedPrefill
 from qwen35.adapters.sglang.driven_kernels import SGLangKernels
 from qwen35.adapters.sglang.layouts import one_pitch, packed_projection, verify_layout_reasons
@@ -32,6 +31,8 @@ from qwen35.ports.gated_delta_rule import (
 )
 from qwen35.ports.gdn_checks import call_geometry, check_commit, check_decode, check_extend, check_verify
 from qwen35.ports.support import call_support, plan_support
+from qwen35.services.devices import capturing, current_stream
+from qwen35.services.scratch import Scratch
 
 #: The packed kernel has B * HV blocks in a grid dimension that ends here; more rows go to the recurrent kernel.
 MAX_BLOCKS = 65_535
@@ -50,13 +51,17 @@ class SGLangGatedDeltaRule:
 
     Mended here: outputs of padded rows and their intermediates, fresh and empty sequences, write slots of
     prefill, pools with padded slots in prefill. Refused: write slots of decode, trees, checkpoints, log gates
-    of decode and verify. Calls of one phase belong on one stream.
+    of decode and verify. Each stream has scratch of its own.
     """
 
-    def __init__(self, kernels: SGLangKernels, rows: RowOperations, platform: Platform) -> None:
+    def __init__(
+        self, kernels: SGLangKernels, rows: RowOperations, platform: Platform,
+        stream_of: Callable[[torch.device], int] = current_stream,
+    ) -> None:  # fmt: skip
         self._kernels, self._rows = kernels, rows
-        self._scratch = Scratch()
-        self._chunked = ChunkedPrefill(kernels, rows, self._scratch)
+        self._scratch = Scratch(stream_of=stream_of)
+        self._prefill_scratch = Scratch(spare=0, stream_of=stream_of)  # prefill is never captured
+        self._chunked = ChunkedPrefill(kernels, rows, self._prefill_scratch)
         self._plans: dict[tuple[object, ...], GdnPlan] = {}
         self._closed = False
         step = Precision(products="float32")
@@ -71,6 +76,16 @@ class SGLangGatedDeltaRule:
             }),
         )  # fmt: skip
 
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch held."""
+        return self._scratch.bytes + self._prefill_scratch.bytes
+
+    @property
+    def scratch_bound(self) -> int:
+        """Bytes of scratch that are never exceeded under the current plan and the extends that came."""
+        return self._scratch.bound + self._prefill_scratch.bound
+
     def prepare(self, plan: GdnPlan) -> None:
         """Reserve scratch of decode and verify; a later plan of the same kind widens the one before.
 
@@ -84,13 +99,9 @@ class SGLangGatedDeltaRule:
             raise CaptureError("prepare is not legal inside CUDA graph capture; call it before")
         key = _plan_key(plan)
         plan = self._plans[key] = widened(self._plans.get(key), plan)
-        g, device = plan.geometry, plan.device
-        self._scratch.reserve("mixed", (plan.max_batch, g.conv_channels), plan.token_dtype, device)
-        for name in ("read", "nodes"):
-            self._scratch.reserve(name, (plan.max_batch,), torch.int64, device)
-        self._scratch.reserve("arange", (plan.max_batch,), torch.int64, device)
-        held = self._scratch.take("arange", (plan.max_batch,), torch.int64, device)
-        held.copy_(torch.arange(plan.max_batch, dtype=torch.int64, device=device))
+        packed = plan.max_batch * plan.geometry.conv_channels * plan.token_dtype.itemsize
+        indices = dict.fromkeys(("rows", "read", "nodes"), plan.max_batch * torch.int64.itemsize)
+        self._scratch.reserve({"mixed": packed, **indices}, plan.device)
 
     def supports(self, call: GdnCall) -> Support:
         """Whether ``call`` would be honoured, with every reason against it. Launches nothing."""
@@ -165,7 +176,8 @@ class SGLangGatedDeltaRule:
     def close(self) -> None:
         """Free scratch. Idempotent."""
         self._closed = True
-        self._scratch.release()
+        self._scratch.close()
+        self._prefill_scratch.close()
 
     def _recur(self, call: DecodeCall | VerifyCall, steps: dict[str, Tensor], out: Tensor, plan: GdnPlan) -> None:
         """T tokens a row; out [B, T, HV, V]. Decode updates the pool, verify writes intermediates only."""
@@ -193,9 +205,10 @@ class SGLangGatedDeltaRule:
     def _rows_of(self, call: VerifyCall) -> Tensor:
         """Rows of the intermediates, -1 for padding: the kernel computes padded rows from zero and writes them."""
         batch, device = call.slots.shape[0], call.slots.device
-        rows = self._scratch.take("arange", (batch,), torch.int64, device) if call.rows is None else call.rows
-        read = self._scratch.take("read", (batch,), torch.int64, device)
-        nodes = self._scratch.take("nodes", (batch,), torch.int64, device)
+        rows, read, nodes = (
+            self._scratch.take(name, (batch,), torch.int64, device) for name in ("rows", "read", "nodes")
+        )
+        rows = torch.arange(batch, out=rows) if call.rows is None else call.rows
         self._rows.index(call.slots, rows, read, nodes, read_padding=-1, write_padding=-1)
         return nodes
 

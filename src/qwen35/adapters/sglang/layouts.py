@@ -7,8 +7,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from qwen35.adapters._kernels.scratch import Scratch
 from qwen35.ports.gdn_calls import DecodeCall, VerifyCall
+from qwen35.services.scratch import Scratch
 
 
 def packed_projection(call: DecodeCall, scratch: Scratch) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -10,7 +11,6 @@ import torch
 from torch import Tensor
 
 from qwen35.adapters._kernels.plans import widened
-from qwen35.adapters._kernels.scratch import capturing
 from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
 from qwen35.domain.precision import Precision
@@ -26,6 +26,8 @@ from qwen35.ports.gated_delta_rule import (
 )
 from qwen35.ports.gdn_checks import call_geometry
 from qwen35.ports.support import call_support, dtype_name, plan_support
+from qwen35.services.devices import capturing, current_stream
+from qwen35.services.scratch import Scratch
 
 if TYPE_CHECKING:
     from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig
@@ -44,11 +46,11 @@ class TritonGatedDeltaRule:
     float32 by three TF32 products) and sums in float32. Verify keeps a chain's running state in float32: with
     bfloat16 intermediates only a node that branches off starts from a rounded parent.
 
-    One row must not read a slot that another row of the same call writes. Scratch is one buffer, so calls of
-    one adapter belong on one stream.
+    One row must not read a slot that another row of the same call writes. Extend alone takes scratch: each stream
+    that makes such calls has its own, and one more lies ready for a stream first seen inside capture.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stream_of: Callable[[torch.device], int] = current_stream) -> None:
         import triton
 
         from qwen35.adapters.triton.kernels import (
@@ -63,7 +65,7 @@ class TritonGatedDeltaRule:
         self._config, self._decode, self._extend = gdn_config, gdn_decode, gdn_extend
         self._launch, self._verify, self._scratch_rules = gdn_launch, gdn_verify, gdn_scratch
         self._interpreted = bool(triton.knobs.runtime.interpret)
-        self._scratch = gdn_scratch.ScratchBuffer()
+        self._scratch = Scratch(stream_of=stream_of)
         self._plans: dict[tuple[object, ...], GdnPlan] = {}
         self._closed = False
         self._admit = Admission("the Triton gated delta rule", self.supports, self._cover, self._settle)
@@ -85,6 +87,16 @@ class TritonGatedDeltaRule:
                 Phase.COMMIT: steps,
             }),
         )  # fmt: skip
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch held."""
+        return self._scratch.bytes
+
+    @property
+    def scratch_bound(self) -> int:
+        """Bytes of scratch that are never exceeded under the current plan."""
+        return self._scratch.bound
 
     def prepare(self, plan: GdnPlan) -> None:
         """Allocate scratch for ``plan`` and compile for its dtypes by calls whose rows are all padding.
@@ -152,7 +164,9 @@ class TritonGatedDeltaRule:
             config = self._config.extend_config(
                 sequences, heads, call.q.shape[-1], value_width, dot.itemsize, self._launch.shared_bytes(device)
             )
-            scratch = self._scratch.cut(heads, tokens, dot, device, capturing(device))
+            size = self._scratch_rules.scratch_bytes(heads, tokens, dot)
+            room = self._scratch.take("chunks", (size,), torch.uint8, device)
+            scratch = self._scratch_rules.cut(room, heads, tokens, dot)
             self._extend.launch_extend(self._aligned(call), out, checkpoints, scratch, config)
         return ExtendResult(out=out, checkpoints=checkpoints)
 
@@ -180,7 +194,7 @@ class TritonGatedDeltaRule:
     def close(self) -> None:
         """Free scratch. Idempotent; a later call raises ``ClosedError``."""
         self._closed = True
-        self._scratch.free()
+        self._scratch.close()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -196,7 +210,10 @@ class TritonGatedDeltaRule:
         if self._interpreted or call.q.dtype is not torch.bfloat16 or self._scratch_rules.wide(*tokens):
             return call
         most = self._planned(call).max_tokens
-        q, k, v = self._scratch.dense(tokens, most, capturing(call.states.device))
+        q, k, v = (
+            self._scratch.take(name, tuple(t.shape), t.dtype, t.device, (most, *t.shape[1:])).copy_(t)
+            for name, t in zip(("q", "k", "v"), tokens, strict=True)
+        )
         return replace(call, q=q, k=k, v=v)
 
     def _tile(self, call: DecodeCall | VerifyCall) -> DecodeConfig:
@@ -237,7 +254,7 @@ class TritonGatedDeltaRule:
         if plan.max_tokens:
             dot = self._launch.dot_dtype(plan.token_dtype, self._interpreted)
             size = self._scratch_rules.scratch_bytes(plan.geometry.value_heads, plan.max_tokens, dot)
-            self._scratch.reserve(size, plan.device)
+            self._scratch.reserve({"chunks": size}, plan.device)
         self._plans[_kind(plan)] = plan
 
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
 
-from qwen35.adapters._kernels.scratch import capturing
 from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
 from qwen35.domain.precision import Precision
@@ -28,6 +26,7 @@ from qwen35.ports.short_convolution import (
     ConvVerifyCall,
 )
 from qwen35.ports.support import PHASE_OF, conv_call_support, conv_plan_support, dtype_name
+from qwen35.services.devices import capturing, on
 
 #: From one input beside the current one to twice the public models' width; every width is its own binary.
 WIDTHS = frozenset(range(2, 9))
@@ -142,7 +141,7 @@ class TritonShortConvolution:
             raise CaptureError(
                 f"{binary} was not compiled before CUDA graph capture; call prepare, or make such a call, before it"
             )
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        with on(device):
             launch(*args)
         self._compiled.add(binary)
 

@@ -1,0 +1,118 @@
+"""Two streams in one FlashInfer adapter: neither sees the other's scratch, whatever the device does first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from test_flashinfer_known import known, laid_out
+from torch import Tensor
+
+from flashinfer_bed import BF16, F32, HOPPER, Bed
+from qwen35.adapters.flashinfer.gated_delta_rule import FlashInferGatedDeltaRule
+from qwen35.ports.adapter import AdapterOptions, HoldsScratch
+from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, VerifyCall
+
+Call = DecodeCall | ExtendCall | VerifyCall
+
+
+class TwoStreams(Bed):
+    """A kernel of stream 0 starts late: what is ``between`` is served on stream 1 before it."""
+
+    def __init__(self, state: torch.dtype) -> None:
+        super().__init__(state, null=0, prepared=False)
+        self.stream, self.between = 0, None
+        kernels = {name: self._late(getattr(self.fake, name)) for name in ("decode", "mtp", "mtp_bf16", "prefill")}
+        self.adapter = FlashInferGatedDeltaRule(
+            self.fake.kernels(**kernels), self.rows, HOPPER, AdapterOptions(), stream_of=lambda _: self.stream
+        )
+        self.adapter.prepare(self.plan)
+        self.fake.calls.clear()
+
+    def _late(self, kernel: Callable[..., None]) -> Callable[..., None]:
+        def launch(**arguments: Any) -> None:
+            between, self.between = self.between, None
+            if between is not None:
+                self.stream = 1
+                between()
+                self.stream = 0
+            kernel(**arguments)
+
+        return launch
+
+
+def serve(adapter: FlashInferGatedDeltaRule, call: Call) -> Tensor:
+    if isinstance(call, ExtendCall):
+        return adapter.extend(call).out
+    return adapter.decode(call) if isinstance(call, DecodeCall) else adapter.verify(call)
+
+
+def alone(bed: Bed, call: Call) -> tuple[Tensor, Tensor]:
+    """Output, and what is written, of ``call`` by an adapter that serves nothing else."""
+    changes = {"intermediates": call.intermediates.clone()} if isinstance(call, VerifyCall) else {}
+    apart = replace(call, states=call.states.clone(), **changes)
+    return serve(Bed(bed.state, null=0).adapter, apart), written(apart)
+
+
+def written(call: Call) -> Tensor:
+    """What ``call`` writes besides its output, without the null slot; where nothing is written it is 9."""
+    kept = call.intermediates if isinstance(call, VerifyCall) else call.states[1:]
+    return kept.nan_to_num(9.0)
+
+
+MAKE: dict[str, Callable[[Bed], tuple[Call, Call]]] = {
+    "decode, padding and clamped gates": lambda bed: (bed.decode([4, -1, 2]), bed.decode([1, 5, -1])),
+    "decode, long slots": lambda bed: tuple(
+        replace(c, slots=c.slots.long()) for c in (bed.decode([4, 2]), bed.decode([1, 5]))
+    ),
+    "verify through scratch": lambda bed: (bed.verify([4, 2], nodes=4), bed.verify([1, -1], nodes=4)),
+    "extend": lambda bed: (bed.extend([3, 4], [4, 2]), bed.extend([5, 2], [1, 3])),
+}
+
+
+@pytest.mark.row("D03")
+@pytest.mark.parametrize("state", [F32, BF16])
+@pytest.mark.parametrize("what", list(MAKE))
+def test_a_call_on_another_stream_leaves_scratch_of_this_one_alone(what: str, state: torch.dtype) -> None:
+    bed = TwoStreams(state)
+    first, second = MAKE[what](bed)
+    want, want_second = alone(bed, first), alone(bed, second)
+    outs: list[Tensor] = []
+    bed.between = lambda: outs.append(serve(bed.adapter, second))
+    outs.append(serve(bed.adapter, first))
+    for call, out, (expected, left) in ((second, outs[0], want_second), (first, outs[1], want)):
+        assert torch.equal(out, expected), f"seed {bed.seed}"
+        assert torch.equal(written(call), left), f"seed {bed.seed}"
+
+
+def test_a_known_layout_finds_the_scratch_of_each_stream_at_its_address() -> None:
+    bed = TwoStreams(BF16)
+    known(bed, [4, -1])
+    addresses: dict[int, set[tuple[int, int]]] = {0: set(), 1: set()}
+    for _ in range(2):
+        for bed.stream in (0, 1):
+            assert bed.adapter.decode_known(laid_out(bed.decode([3, 1]))) is not None
+            seen = bed.fake.latest("decode")
+            addresses[bed.stream].add((seen["initial_state_indices"].data_ptr(), seen["a"].data_ptr()))
+    assert all(len(found) == 1 for found in addresses.values())
+    assert addresses[0].isdisjoint(addresses[1])
+
+
+def test_scratch_is_counted_and_bounded_by_the_plan_and_a_second_stream_adds_its_own() -> None:
+    bed = TwoStreams(BF16)
+    assert isinstance(bed.adapter, HoldsScratch)
+    call = bed.verify([2, 3])
+    held = [bed.adapter.scratch_bytes]
+    for bed.stream in (0, 1, 0, 1):
+        serve(bed.adapter, call)
+        held.append(bed.adapter.scratch_bytes)
+        assert held[-1] <= bed.adapter.scratch_bound
+    nodes = bed.plan.max_batch * bed.plan.max_draft * call.states[0].numel() * BF16.itemsize
+    assert held[1] - held[0] >= 2 * nodes, "its own, and one that lies ready"
+    assert nodes <= held[2] - held[1] < 2 * nodes
+    assert held[2] == held[3] == held[4]
+    bed.adapter.close()
+    assert bed.adapter.scratch_bytes == 0
