@@ -35,12 +35,15 @@ def rank_of(trace: str) -> str:
 
 
 def launches(trace: Path) -> dict[str, dict[str, int]]:
-    """Kernels by name in one rank's trace, most often launched first."""
+    """Kernels by name in one rank's trace, most often launched first.
+
+    All kernels of one replay carry its correlation id, a kernel that was launched alone has one of its own.
+    """
+    kernels = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("cat") == "kernel"]
+    at_once = Counter(event["args"]["correlation"] for event in kernels)
     names: dict[str, Counter[str]] = {"graph": Counter(), "eager": Counter()}
-    for event in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]:
-        if event.get("cat") == "kernel":
-            where = "graph" if event.get("args", {}).get("graph node id") else "eager"
-            names[where][event["name"]] += 1
+    for event in kernels:
+        names["graph" if at_once[event["args"]["correlation"]] > 1 else "eager"][event["name"]] += 1
     return {where: dict(found.most_common()) for where, found in names.items()}
 
 

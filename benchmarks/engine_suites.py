@@ -19,6 +19,7 @@ EAGER = ("disable_decode_cuda_graph=true",)
 TRITON = ("gdn_decode=triton", "gdn_extend=triton")
 FLASHINFER = ("gdn_decode=flashinfer", "gdn_extend=flashinfer")
 MIXED = ("gdn_decode=triton", "gdn_extend=flashinfer")
+STRESS = ("--stress", "200")
 BENCH = ("--bench", "--batch", "64", "--context", "9216")
 
 
@@ -54,10 +55,10 @@ def _all(*engines: Engine) -> tuple[str, ...]:
 
 
 _SMALL = (
-    Engine(name="off", plugin="off", flags=("--profile",)),
-    Engine(name="triton", settings=TRITON, flags=("--profile",)),
+    Engine(name="off", plugin="off", flags=("--profile", *STRESS)),
+    Engine(name="triton", settings=TRITON, flags=("--profile", *STRESS)),
     Engine(name="flashinfer", settings=FLASHINFER, flags=("--profile",)),
-    Engine(name="mixed", settings=MIXED, flags=("--stress", "200")),
+    Engine(name="mixed", settings=MIXED, flags=STRESS),
     Engine(name="triton_eager", settings=TRITON, engine=EAGER),
     Engine(name="off_eager", plugin="off", engine=EAGER),
 )

@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import importlib.util
 import json
 import os
 import random
@@ -101,8 +102,13 @@ def run(args: argparse.Namespace) -> None:
 
 
 def set_environment(args: argparse.Namespace) -> None:
-    """Before SGLang is imported: its processes inherit all of it."""
+    """Before SGLang is imported: its processes inherit all of it. Other models' code is left out, half of the start."""
     os.environ.update(MULTICAST_OFF)
+    package = importlib.util.find_spec("sglang")
+    models = Path(package.origin).parent / "srt" / "models" if package and package.origin else Path()
+    os.environ["SGLANG_DISABLED_MODEL_ARCHS"] = ",".join(
+        sorted(path.stem for path in models.glob("*.py") if not path.stem.startswith("qwen3_5"))
+    )
     if args.plugin == "absent":
         os.environ["SGLANG_PLUGINS"] = "none"
     else:
@@ -146,7 +152,10 @@ def accepted(outputs: list[Any]) -> dict[str, int]:
 
 
 async def stress(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Requests of mixed lengths at random times, a fifth of them cancelled; the others must equal a quiet run's ids."""
+    """Requests of mixed lengths at random times, a fifth of them cancelled; the others must equal a quiet run's ids.
+
+    Names are of one length: SGLang ends every request whose name begins with the one that is to end.
+    """
     source = random.Random(1)
     ids = prompts(vocabulary_of(args.model), tuple(source.choice((3, 17, 64, 130, 400)) for _ in range(args.stress)), 2)
     new = [source.randrange(1, 40) for _ in ids]
@@ -164,9 +173,9 @@ async def stress(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
         except (ValueError, asyncio.CancelledError):
             return None
 
-    busy = await asyncio.gather(*(one(i, f"busy-{i}", source.random() * args.stress / 50) for i in range(len(ids))))
+    busy = await asyncio.gather(*(one(i, f"busy-{i:05d}", source.random() * args.stress / 50) for i in range(len(ids))))
     served = [i for i in range(len(ids)) if i not in cancelled]
-    quiet = {i: await one(i, f"quiet-{i}", 0.0) for i in served[:20]}
+    quiet = {i: await one(i, f"quiet-{i:05d}", 0.0) for i in served[:20]}
     return {
         "requests": len(ids), "cancelled": len(cancelled), "of": len(served),
         "complete": sum(len(busy[i] or ()) == new[i] for i in served),

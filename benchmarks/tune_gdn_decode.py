@@ -28,7 +28,7 @@ from qwen35.testing.machine import versions
 from qwen35.testing.measure import cold_sets, copy_bandwidth, time_graph
 
 WIDTH = 128
-BATCHES = (1, 8, 64, 256)
+BATCHES = (1, 8, 64, 128, 256)
 
 
 def tiles(item: int) -> list[DecodeConfig]:
@@ -42,12 +42,12 @@ def tiles(item: int) -> list[DecodeConfig]:
 
 
 def whole_rows(item: int) -> list[DecodeConfig]:
-    """Tiles of whole rows, with and without the evict-first hints."""
+    """Tiles of whole rows, with and without the hints that nothing is used again soon."""
     return [
         DecodeConfig(block_v=block_v, inner=WIDTH, num_warps=warps, read_once=read_once, write_once=write_once)
-        for block_v in (4, 8, 16)
+        for block_v in (4, 8, 16, 32)
         for warps in (1, 2, 4)
-        if 32 <= block_v * WIDTH * item // (32 * warps) <= 128
+        if 32 <= block_v * WIDTH * item // (32 * warps) <= 256
         for read_once in (True, False)
         for write_once in (True, False)
     ]
@@ -104,7 +104,7 @@ def sweep(
         cells: list[str | Text] = []
         for batch, taken in times.items():
             floor = 2 * batch * heads * WIDTH * WIDTH * state_dtype.itemsize / ceiling * 1e6
-            chosen = "*" if tile == decode_config(WIDTH, WIDTH, state_dtype.itemsize) else ""
+            chosen = "*" if tile == decode_config(WIDTH, WIDTH, state_dtype.itemsize, batch * heads) else ""
             best = min(t[batch] for _, t in rows)
             style = "bold green" if taken == best else ""
             cells.append(Text(f"{taken:.1f} ({100 * floor / taken:.0f}){chosen}", style=style))

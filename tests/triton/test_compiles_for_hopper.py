@@ -113,10 +113,11 @@ def pool(width: int, value_width: int, dtype: torch.dtype) -> dict[str, torch.Te
 BOTH = [torch.float32, torch.bfloat16]
 
 
+@pytest.mark.parametrize("states", [HEADS, 1 << 20])
 @pytest.mark.parametrize("state_dtype", BOTH)
-def test_decode_compiles(hopper: HopperWithoutDevice, state_dtype: torch.dtype) -> None:
+def test_decode_compiles(hopper: HopperWithoutDevice, state_dtype: torch.dtype, states: int) -> None:
     call = DecodeCall(**tokens(128, 128, torch.bfloat16, 1), **pool(128, 128, state_dtype))
-    config = gdn_config.decode_config(128, 128, state_dtype.itemsize)
+    config = gdn_config.decode_config(128, 128, state_dtype.itemsize, states)
     gdn_decode.launch_decode(call, torch.empty_like(call.v), config)
     assert hopper.loaded == ["decode_kernel"]
 
@@ -134,7 +135,7 @@ def test_a_decode_that_comes_again_is_launched_with_the_same_arguments(
         call = replace(call, write_slots=torch.zeros(1, dtype=torch.int32))
     off = replace(call, q=torch.zeros(KEY_HEADS * 128 + 4, dtype=torch.bfloat16)[4:].view(call.q.shape))
     out = torch.empty_like(call.v)
-    launch = gdn_decode.DecodeLaunch(call, gdn_config.decode_config(128, 128, 4), (HEADS * 128, 128))
+    launch = gdn_decode.DecodeLaunch(call, gdn_config.decode_config(128, 128, 4, HEADS), (HEADS * 128, 128))
     for made in (off, call, call, off, replace(call, k=call.k.clone()), off):
         launch(made, out)
     assert hopper.loaded == ["decode_kernel"] * 2
@@ -143,7 +144,7 @@ def test_a_decode_that_comes_again_is_launched_with_the_same_arguments(
     assert len(first) == len(again)
     assert all(a is b if isinstance(a, torch.Tensor) else a == b for a, b in zip(first, again, strict=True))
     named = dict(zip(gdn_decode.decode_kernel.arg_names, again, strict=True))
-    config = gdn_config.decode_config(128, 128, 4)
+    config = gdn_config.decode_config(128, 128, 4, HEADS)
     expected = {
         "scale": 0.25, "q_row": KEY_HEADS * 128, "q_head": 128, "v_row": HEADS * 128, "gate_row": HEADS,
         "out_row": HEADS * 128, "out_head": 128, "slot_stride": HEADS * 128 * 128, "HV": HEADS,
@@ -224,7 +225,7 @@ def fits(grids: dict[str, tuple[int, int, int]], expected: dict[str, int]) -> No
 @pytest.mark.case("C8")
 def test_gdn_grids_of_2048_rows_exist(hopper: HopperWithoutDevice) -> None:
     call = DecodeCall(**many(ROWS))
-    gdn_decode.launch_decode(call, torch.empty_like(call.v), gdn_config.decode_config(WIDTH, WIDTH, 4))
+    gdn_decode.launch_decode(call, torch.empty_like(call.v), gdn_config.decode_config(WIDTH, WIDTH, 4, HEADS))
     draft = VerifyCall(**many(ROWS, 2), intermediates=call.states[:, None].expand(ROWS, 2, -1, -1, -1))
     gdn_verify.launch_verify(draft, torch.empty_like(draft.v), gdn_config.verify_config(WIDTH, WIDTH, 4))
     gdn_verify.launch_commit(

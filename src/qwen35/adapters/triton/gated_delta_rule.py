@@ -217,8 +217,10 @@ class TritonGatedDeltaRule:
         return replace(call, q=q, k=k, v=v)
 
     def _tile(self, call: DecodeCall | VerifyCall) -> DecodeConfig:
-        config = self._config.decode_config if isinstance(call, DecodeCall) else self._config.verify_config
-        return config(call.q.shape[-1], call.v.shape[-1], call.states.element_size())
+        widths = call.q.shape[-1], call.v.shape[-1], call.states.element_size()
+        if isinstance(call, VerifyCall):
+            return self._config.verify_config(*widths)
+        return self._config.decode_config(*widths, call.v.shape[0] * call.v.shape[1])
 
     def _settle(self, call: GdnCall) -> DecodeLaunch | None:
         """What decode calls of one layout share; None where there is nothing to launch."""

@@ -63,11 +63,11 @@ def store_pieces(
     at, pieces, columns, rows, WIDTH: tl.constexpr, INNER: tl.constexpr, PIECES: tl.constexpr,
     STREAM: tl.constexpr,
 ):  # fmt: skip
-    """The reverse of ``load_pieces``, rounded to the dtype that ``at`` points at."""
-    EVICT: tl.constexpr = "evict_first" if STREAM else ""
+    """The reverse of ``load_pieces``, rounded to the dtype that ``at`` points at. STREAM: for what is not read soon."""
+    CACHE: tl.constexpr = ".cs" if STREAM else ""
     for i in tl.static_range(PIECES):
         mask = (columns + i * INNER < WIDTH) & rows
-        tl.store(at + i * INNER, rounded(pieces[i], at.dtype.element_ty), mask=mask, eviction_policy=EVICT)
+        tl.store(at + i * INNER, rounded(pieces[i], at.dtype.element_ty), mask=mask, cache_modifier=CACHE)
 
 
 @triton.jit

@@ -12,6 +12,9 @@ CHUNK = 64
 #: 128 in bfloat16. On an H200 best or within a few percent of it at every batch from 1 to 256
 #: (benchmarks/results/decode_tiles.json).
 _DECODE_ELEMENTS = {4: 512, 2: 2048}
+#: States (rows times value heads) from which a decode is bound by memory alone. Larger reads of float32 then come
+#: nearer to the ceiling, and keeping what was read out of L2 no longer helps (the same file).
+_MANY_STATES, _MANY_STATES_ELEMENTS = 4096, {4: 2048, 2: 2048}
 #: State elements of one program of verify, which keeps them from token to token, and bytes of them that one thread
 #: holds.
 _VERIFY_ELEMENTS, _VERIFY_THREAD_BYTES = 1024, 64
@@ -28,8 +31,8 @@ _TWO_STAGES_BYTES = 174 * 1024
 class DecodeConfig:
     """Tile of the token-by-token kernels: ``block_v`` rows of the state, read as pieces of ``inner`` elements.
 
-    ``read_once`` and ``write_once`` mark the state's loads and stores as evict-first, so that they do not push
-    anything else out of L2.
+    ``read_once`` marks the state's loads as evict-first and ``write_once`` its stores as streaming, so that they do not
+    push anything else out of L2.
     """
 
     block_v: int
@@ -58,12 +61,20 @@ def power_of_two(size: int) -> int:
     return 1 << max(size - 1, 0).bit_length()
 
 
+def decode_config(key_width: int, value_width: int, state_bytes: int, states: int) -> DecodeConfig:
+    """The tile of decode: whole rows of the state, whose elements have ``state_bytes`` bytes.
+
+    ``states``: rows of the batch times value heads.
+    """
+    return _decode_config(key_width, value_width, state_bytes, states >= _MANY_STATES)
+
+
 @cache
-def decode_config(key_width: int, value_width: int, state_bytes: int) -> DecodeConfig:
-    """The tile of decode: whole rows of the state, whose elements have ``state_bytes`` bytes."""
+def _decode_config(key_width: int, value_width: int, state_bytes: int, many: bool) -> DecodeConfig:
     row = power_of_two(key_width)
-    block_v = min(max(_DECODE_ELEMENTS[state_bytes] // row, 1), power_of_two(value_width))
-    return DecodeConfig(block_v=block_v, inner=row, num_warps=1)
+    elements = (_MANY_STATES_ELEMENTS if many else _DECODE_ELEMENTS)[state_bytes]
+    block_v = min(max(elements // row, 1), power_of_two(value_width))
+    return DecodeConfig(block_v=block_v, inner=row, num_warps=1, read_once=not many or state_bytes == 2)
 
 
 @cache

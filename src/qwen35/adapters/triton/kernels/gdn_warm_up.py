@@ -54,17 +54,18 @@ def warm_up(adapter: GatedDeltaRule, plan: GdnPlan) -> None:
 
 
 def _warm_decode(adapter: GatedDeltaRule, plan: GdnPlan, states: Tensor) -> None:
-    """Decode in place and from slot to slot, by indices of either dtype."""
-    keys, values = _qkv(plan, 1)
-    for dtype in (torch.int32, torch.int64):
-        slots = torch.full((1,), -1, dtype=dtype, device=plan.device)
-        for gates in _gates(plan, 1):
-            for write_slots in (None, slots):
-                adapter.decode(
-                    DecodeCall(
-                        q=keys, k=keys, v=values, gates=gates, states=states, slots=slots, write_slots=write_slots
+    """Decode in place and from slot to slot, by indices of either dtype: of one row and, for its tile, of all."""
+    for batch in sorted({1, plan.max_batch}):
+        keys, values = (tokens.expand(batch, -1, -1) for tokens in _qkv(plan, 1))
+        for dtype in (torch.int32, torch.int64):
+            slots = torch.full((batch,), -1, dtype=dtype, device=plan.device)
+            for gates in _gates(plan, batch):
+                for write_slots in (None, slots):
+                    adapter.decode(
+                        DecodeCall(
+                            q=keys, k=keys, v=values, gates=gates, states=states, slots=slots, write_slots=write_slots
+                        )
                     )
-                )
 
 
 def _warm_extend(adapter: GatedDeltaRule, plan: GdnPlan, states: Tensor, sequences: int) -> None:
