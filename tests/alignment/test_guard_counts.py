@@ -18,8 +18,9 @@ from qwen35.services.prometheus import prometheus_text
 def test_copies_refreshes_and_bytes_held_are_counted_and_read_as_prometheus_text() -> None:
     container = build(DemandingAdapter())
     rule, counters = container.gated_delta_rule(), container.counters()
-    for _ in range(2):
-        rule.decode(displaced(decode_call(), {"q", "slots", "A_log"}))
+    calls = [displaced(decode_call(), {"q", "slots", "A_log"}) for _ in range(2)]
+    for call in calls:
+        rule.decode(call)
     rule.refresh_parameters()
     assert counters.total("scratch_copies", argument="q") == counters.total("scratch_copies", argument="slots") == 2
     assert counters.total("scratch_copies", argument="A_log") == 0, "parameters are copied once, and elsewhere"
@@ -37,7 +38,8 @@ def test_the_adapters_own_copies_are_refreshed_and_counted_too() -> None:
     adapter = DemandingAdapter()
     adapter.refresh_parameters = lambda: 3  # type: ignore[method-assign]
     guard = AlignmentGuard("demanding", adapter, Counters())  # type: ignore[arg-type]
-    guard.decode(displaced(decode_call(), {"A_log"}))
+    call = displaced(decode_call(), {"A_log"})
+    guard.decode(call)
     assert guard.refresh_parameters() == 4
 
 
@@ -47,6 +49,35 @@ def test_closed_it_holds_nothing() -> None:
     assert min(guard.scratch_bytes, guard.parameter_bytes) > 0
     guard.close()
     assert guard.scratch_bytes == guard.parameter_bytes == 0
+
+
+class HoldingAdapter(DemandingAdapter):
+    """Has scratch of its own."""
+
+    scratch_bytes, scratch_bound = 1000, 5000
+
+
+def test_the_gauge_and_the_bound_count_the_adapters_own_scratch() -> None:
+    container = build(HoldingAdapter())
+    rule, counters = container.gated_delta_rule(), container.counters()
+    plain = AlignmentGuard("plain", DemandingAdapter(), Counters())  # type: ignore[arg-type]
+    guard = rule.adapters[Phase.DECODE][1]
+    for _ in range(2):
+        call = displaced(decode_call(), {"q"})
+        rule.decode(call)
+        plain.decode(call)
+        held = {name: value for (name, _), value in counters.gauges().items()}
+        assert held["scratch_bytes"] == guard.scratch_bytes == plain.scratch_bytes + 1000
+        assert guard.scratch_bound == plain.scratch_bound + 5000
+
+
+def test_an_adapter_without_a_guard_is_counted_too() -> None:
+    adapter = HoldingAdapter()
+    adapter.capabilities = dataclasses.replace(adapter.capabilities, byte_alignment=1)
+    container = build(adapter)
+    assert container.gated_delta_rule().adapters[Phase.DECODE][1] is adapter
+    assert container.counters().gauges() == {("scratch_bytes", (("adapter", "demanding"),)): 1000}
+    assert 'qwen35_scratch_bytes{adapter="demanding"} 1000.0' in prometheus_text(container.counters())
 
 
 @pytest.mark.row("D06")

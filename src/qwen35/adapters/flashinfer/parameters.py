@@ -30,19 +30,13 @@ class Float32:
 
     def __init__(self, copies: ParameterCopies, like: Tensor) -> None:
         self._copies, self._plain = copies, like.dtype == torch.float32
-        self._held: dict[int, Tensor] = {}
+        self._held = copies.like(like, torch.float32)
 
     def __call__(self, source: Tensor) -> Tensor:
         """``source`` [HV] or its copy."""
         address = source.data_ptr()
         if self._plain and not address % ALIGNMENT:
             return source.detach() if source.requires_grad else source
-        held = self._held.get(address)
-        return self._take(source, address) if held is None else held
-
-    def _take(self, source: Tensor, address: int) -> Tensor:
-        copy = float32(self._copies, source)
-        filled = self._copies.held(source, torch.float32)
-        if filled is not None:  # a copy retains its source, so the address stays that parameter's
-            self._held[address] = filled
-        return copy
+        copy = self._held.get(address)
+        held = None if copy is None else copy.use(source)
+        return float32(self._copies, source) if held is None else held
