@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+import gc
 from typing import Any
 
 import pytest
 import torch
-from test_guard import HV, H, K, V, decode_call
+from test_guard import HV, DemandingAdapter, H, K, V, build, decode_call, displaced
 
 import qwen35
-from qwen35.domain.alignment import CapturedBranch, replay_reasons
+from qwen35.domain.alignment import CapturedBranch, Placement, replay_reasons
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import CaptureError
 from qwen35.domain.geometry import GdnGeometry
@@ -17,6 +19,7 @@ from qwen35.ports.gated_delta_rule import GdnPlan, ReplayPlan
 from qwen35.services.parameter_copies import ParameterCopies
 
 CPU = torch.device("cpu")
+MEMORY = object()
 
 
 @pytest.mark.row("D09")
@@ -59,19 +62,76 @@ def test_a_parameter_that_has_no_place_inside_capture_is_an_error_that_says_what
 @pytest.mark.row("D12")
 def test_a_branch_holds_at_the_addresses_of_its_capture_only() -> None:
     branches = [
-        CapturedBranch(Phase.DECODE, "triton", (), (("states", 64),)),
+        CapturedBranch(Phase.DECODE, "triton", (), (("states", at(64)),)),
         CapturedBranch(Phase.VERIFY, "reference", ("states requires 32-byte alignment, got 4 bytes off",),
-                       (("states", 68), ("intermediates", 128))),
+                       (("states", at(68)), ("intermediates", at(128)))),
     ]  # fmt: skip
-    assert replay_reasons(branches, Phase.DECODE, {"states": 64}) == ()
-    assert replay_reasons(branches, Phase.VERIFY, {"states": 68, "intermediates": 128}) == ()
+    assert replay_reasons(branches, Phase.DECODE, {"states": at(64)}) == ()
+    assert replay_reasons(branches, Phase.VERIFY, {"states": at(68), "intermediates": at(128)}) == ()
     for phase, now in (
-        (Phase.DECODE, {"states": 68}), (Phase.VERIFY, {"states": 64, "intermediates": 128}),
-        (Phase.VERIFY, {"states": 68, "intermediates": 132}),
+        (Phase.DECODE, {"states": at(68)}), (Phase.VERIFY, {"states": at(64), "intermediates": at(128)}),
+        (Phase.VERIFY, {"states": at(68), "intermediates": at(132)}),
     ):  # fmt: skip
         (reason,) = replay_reasons(branches, phase, now)
         assert "tensors moved since; capture again" in reason
-    assert replay_reasons(branches, Phase.COMMIT, {"states": 64}) == ("no commit was captured",)
+    assert replay_reasons(branches, Phase.COMMIT, {"states": at(64)}) == ("no commit was captured",)
+
+
+@pytest.mark.row("D12")
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [
+        ({"shape": (3, 2)}, "states: shape was (4, 2), is (3, 2)"),
+        ({"strides": (3, 1)}, "states: strides was (2, 1), is (3, 1)"),
+        ({"dtype": "torch.bfloat16"}, "states: dtype was torch.float32, is torch.bfloat16"),
+        ({"storage": lambda: "other"}, "states: the captured memory belongs to another storage"),
+    ],
+)
+def test_another_tensor_at_the_address_of_a_capture_is_named_by_what_differs(
+    changed: dict[str, Any], said: str
+) -> None:
+    branch = CapturedBranch(Phase.VERIFY, "triton", (), (("states", at(64)), ("intermediates", at(128))))
+    now = {"states": dataclasses.replace(at(64), **changed), "intermediates": at(128)}
+    (reason,) = replay_reasons([branch], Phase.VERIFY, now)
+    assert reason == f"no verify was captured with states at 0x40, intermediates at 0x80: {said}; capture again"
+
+
+@pytest.mark.row("D12")
+def test_a_pool_that_was_freed_is_not_taken_for_one_that_lies_where_it_lay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures are pretended, since there are none on a CPU; two arrays of one memory stand for its second life."""
+    adapter = DemandingAdapter()
+    rule = build(adapter).gated_delta_rule()
+    call = displaced(decode_call(), set())
+    memory = call.states.numpy()
+    call, shape = dataclasses.replace(call, states=torch.from_numpy(memory)), tuple(call.states.shape)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    rule.decode(call)
+    plan = ReplayPlan(phase=Phase.DECODE, states=call.states)
+    assert rule.before_replay(plan)
+    assert rule.before_replay(dataclasses.replace(plan, states=call.states[:])), "a view of it is the same pool"
+    (reason,) = rule.before_replay(dataclasses.replace(plan, states=call.states[1:].view(-1))).reasons
+    assert "tensors moved since" in reason
+    fewer = rule.before_replay(dataclasses.replace(plan, states=call.states[:2]))
+    assert [r.split(": ")[-1] for r in fewer.reasons] == [
+        f"shape was {shape}, is {(2, *shape[1:])}; capture again"
+    ]
+    again = torch.from_numpy(memory)
+    (reason,) = rule.before_replay(dataclasses.replace(plan, states=again)).reasons
+    assert "belongs to another storage" in reason
+    del call, plan
+    adapter.calls.clear()
+    gc.collect()
+    (reason,) = rule.before_replay(ReplayPlan(phase=Phase.DECODE, states=again)).reasons
+    assert "the captured memory was freed, and this is other memory at its address; capture again" in reason
+    rule.decode(dataclasses.replace(displaced(decode_call(), set()), states=again))
+    assert rule.before_replay(ReplayPlan(phase=Phase.DECODE, states=again)), "captured again"
+    assert len(rule.captured) == 1
+
+
+def at(address: int) -> Placement:
+    """Where a float32 tensor [4, 2] lies whose memory lives."""
+    return Placement(address, (4, 2), (2, 1), "torch.float32", lambda: MEMORY)
 
 
 @pytest.mark.gpu

@@ -9,8 +9,8 @@ An output that the caller provided is written in scratch and copied over, since 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from qwen35.domain.array import Array
@@ -72,21 +72,66 @@ def padded(nbytes: int, alignment: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a tensor lies and how it is laid out. ``storage()`` is the object that owns its memory, None once that was
+    freed: another tensor may lie at the address then."""
+
+    address: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    dtype: str
+    storage: Callable[[], object | None] = field(compare=False)
+
+    def changes(self, now: Placement) -> tuple[str, ...]:
+        """In what a tensor placed ``now`` is not the one that lay here; empty: it is the very same memory."""
+        if self.address != now.address:
+            return (f"was at {self.address:#x}, is at {now.address:#x}",)
+        was, told = self.storage(), []
+        for name, before, after in (
+            ("shape", self.shape, now.shape), ("strides", self.strides, now.strides), ("dtype", self.dtype, now.dtype),
+        ):  # fmt: skip
+            if before != after:
+                told.append(f"{name} was {before}, is {after}")
+        if was is None:
+            told.append("the captured memory was freed, and this is other memory at its address")
+        elif was is not now.storage():
+            told.append("the captured memory belongs to another storage")
+        return tuple(told)
+
+
+@dataclass(frozen=True, slots=True)
 class CapturedBranch:
-    """Which adapter a captured call of ``phase`` went to, why, and the addresses on which that hangs."""
+    """Which adapter a captured call of ``phase`` went to, why, and the tensors on whose place that hangs."""
 
     phase: Phase
     adapter: str
     reasons: tuple[str, ...]
-    addresses: tuple[tuple[str, int], ...]
+    tensors: tuple[tuple[str, Placement], ...]
+
+    @property
+    def addresses(self) -> tuple[tuple[str, int], ...]:
+        """The address of each of these tensors."""
+        return tuple((name, placed.address) for name, placed in self.tensors)
 
 
-def replay_reasons(branches: Iterable[CapturedBranch], phase: Phase, addresses: Mapping[str, int]) -> tuple[str, ...]:
-    """Why a replay of ``phase`` on tensors at ``addresses`` would not run what was captured; empty: it would."""
-    captured = [dict(b.addresses) for b in branches if b.phase is phase]
+def replay_reasons(
+    branches: Iterable[CapturedBranch], phase: Phase, tensors: Mapping[str, Placement]
+) -> tuple[str, ...]:
+    """Why a replay of ``phase`` on ``tensors`` would not run what was captured; empty: it would.
+
+    Where nothing was captured with them, the reasons say what became of the tensors of the capture nearest to them.
+    """
+    captured = [dict(b.tensors) for b in branches if b.phase is phase]
     if not captured:
         return (f"no {phase} was captured",)
-    if any(all(known.get(name) == at for name, at in addresses.items()) for known in captured):
-        return ()
-    now = ", ".join(f"{name} at {at:#x}" for name, at in addresses.items())
+    now = ", ".join(f"{name} at {placed.address:#x}" for name, placed in tensors.items())
+    nearest: tuple[str, ...] = ()
+    for known in captured:
+        if not all(name in known and known[name].address == placed.address for name, placed in tensors.items()):
+            continue
+        nearest = tuple(f"{name}: {text}" for name, t in tensors.items() for text in known[name].changes(t))
+        if not nearest:
+            return ()
+    if nearest:
+        return tuple(f"no {phase} was captured with {now}: {text}; capture again" for text in nearest)
     return (f"no {phase} was captured with {now}: tensors moved since; capture again",)

@@ -27,7 +27,7 @@ from qwen35.ports.gated_delta_rule import (
 from qwen35.ports.support import phase_of
 from qwen35.services.counters import Counters
 from qwen35.services.devices import on
-from qwen35.services.routing import Decision, Route, capturing
+from qwen35.services.routing import Decision, Route, capturing, placement
 
 PORT = "gated_delta_rule"
 _STATES = attrgetter("states")
@@ -50,19 +50,19 @@ class GatedDeltaRuleService:
         f_name, f = fallback or ("", None)
         self._decode = Route(
             PORT, Phase.DECODE, DecodeCall, (d_name, d.decode), None if f is None else (f_name, f.decode), counters,
-            _STATES, _addresses,
+            _STATES, _tensors,
         )  # fmt: skip
         self._extend = Route(
             PORT, Phase.EXTEND, ExtendCall, (e_name, e.extend), None if f is None else (f_name, f.extend), counters,
-            _STATES, _addresses,
+            _STATES, _tensors,
         )  # fmt: skip
         self._verify = Route(
             PORT, Phase.VERIFY, VerifyCall, (v_name, v.verify), None if f is None else (f_name, f.verify), counters,
-            _STATES, _addresses,
+            _STATES, _tensors,
         )  # fmt: skip
         self._commit = Route(
             PORT, Phase.COMMIT, CommitCall, (v_name, v.commit), None if f is None else (f_name, f.commit), counters,
-            _STATES, _addresses,
+            _STATES, _tensors,
         )  # fmt: skip
 
     @property
@@ -99,11 +99,14 @@ class GatedDeltaRuleService:
         return tuple(branch for route in routes for branch in route.captured)
 
     def before_replay(self, plan: ReplayPlan) -> Support:
-        """Whether what was captured for ``plan.phase`` is what a call with these tensors would do now."""
-        addresses = {"states": plan.states.data_ptr()}
+        """Whether what was captured for ``plan.phase`` is what a call with these tensors would do now.
+
+        They must be the very memory that was captured, with the same shape, strides and dtype.
+        """
+        tensors = {"states": placement(plan.states)}
         if plan.intermediates is not None:
-            addresses["intermediates"] = plan.intermediates.data_ptr()
-        return Support.of(*replay_reasons(self.captured, plan.phase, addresses))
+            tensors["intermediates"] = placement(plan.intermediates)
+        return Support.of(*replay_reasons(self.captured, plan.phase, tensors))
 
     def prepare(self, plan: GdnPlan) -> None:
         """Prepare every chosen adapter and the fallback, with the plan's GPU current. Raises ``UnsupportedError`` where
@@ -177,11 +180,11 @@ class GatedDeltaRuleService:
             check_call(call, values=True)
 
 
-def _addresses(call: GdnCall) -> tuple[tuple[str, int], ...]:
-    """The tensors on whose addresses the branch of a captured call hangs."""
-    states = (("states", call.states.data_ptr()),)
+def _tensors(call: GdnCall) -> tuple[tuple[str, Tensor], ...]:
+    """The tensors on whose place the branch of a captured call hangs."""
+    states = (("states", call.states),)
     if isinstance(call, VerifyCall | CommitCall):
-        return (*states, ("intermediates", call.intermediates.data_ptr()))
+        return (*states, ("intermediates", call.intermediates))
     return states
 
 

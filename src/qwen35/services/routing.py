@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -10,7 +11,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
-from qwen35.domain.alignment import CapturedBranch
+from qwen35.domain.alignment import CapturedBranch, Placement
 from qwen35.domain.capabilities import Phase, reason_kind
 from qwen35.domain.errors import ContractError, UnsupportedError
 from qwen35.services.counters import Counters
@@ -37,6 +38,14 @@ def capturing() -> bool:
     return initialized and torch.cuda.is_current_stream_capturing()
 
 
+def placement(tensor: Tensor) -> Placement:
+    """Where ``tensor`` lies; its memory is not kept alive."""
+    return Placement(
+        tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), str(tensor.dtype),
+        weakref.ref(tensor.untyped_storage()),
+    )  # fmt: skip
+
+
 class Route(Generic[Call, Result]):
     """Serves calls of one phase by ``primary``; by ``fallback`` what the primary refuses, counted by reason
     (and logged once a reason, whatever the values that came).
@@ -44,17 +53,17 @@ class Route(Generic[Call, Result]):
     An adapter refuses with ``UnsupportedError`` before it writes anything, so the fallback gets the original
     tensors. Calls whose pool (``pool_of``) lies on another GPU than the current one are served with that one current.
     ``last`` is the decision of the latest call; ``captured`` holds the branch of every captured call, with
-    what ``addresses(call)`` says of it.
+    the ``tensors(call)`` on which it hangs.
     """
 
     def __init__(
         self, port: str, phase: Phase, kind: type[Call], primary: tuple[str, Callable[[Call], Result]],
         fallback: tuple[str, Callable[[Call], Result]] | None, counters: Counters, pool_of: Callable[[Call], Tensor],
-        addresses: Callable[[Call], tuple[tuple[str, int], ...]] = lambda _: (),
+        tensors: Callable[[Call], tuple[tuple[str, Tensor], ...]] = lambda _: (),
     ) -> None:  # fmt: skip
         self._port, self._phase, self._kind, self._counters = port, phase, kind, counters
         self._name, self._serve = primary
-        self._pool_of, self._addresses = pool_of, addresses
+        self._pool_of, self._tensors = pool_of, tensors
         self._fallback = fallback if fallback is not None and fallback[0] != self._name else None
         self._told: set[tuple[str, ...]] = set()
         self._count_eager, self._count_captured = (self._counter(self._name, mode) for mode in ("eager", "captured"))
@@ -96,7 +105,9 @@ class Route(Generic[Call, Result]):
         return self._counters.counter("calls", port=self._port, phase=self._phase, adapter=adapter, mode=mode)
 
     def _keep(self, call: Call, decision: Decision) -> None:
-        branch = CapturedBranch(self._phase, decision.adapter, decision.reasons, self._addresses(call))
+        placed = tuple((name, placement(tensor)) for name, tensor in self._tensors(call))
+        branch = CapturedBranch(self._phase, decision.adapter, decision.reasons, placed)
+        self.captured.pop(branch, None)  # an equal one may have hung on memory that was freed since
         self.captured[branch] = None
 
     def _fall_back(self, call: Call, refused: UnsupportedError, captured: bool) -> Result:
