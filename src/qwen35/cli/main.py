@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from qwen35 import __version__
 from qwen35.cli import conform, demo, doctor, generate, sglang_cmd, swap
+from qwen35.cli.framework import FrameworkCommand
 from qwen35.cli.house import EXIT_INTERRUPTED
 from qwen35.cli.screen import errors
 from qwen35.domain.errors import Qwen35Error
@@ -37,11 +38,11 @@ app = typer.Typer(
     name="qwen35", cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
     help="Qwen3.5 on kernels you choose, and the choice proved.",
 )  # fmt: skip
-app.command()(doctor.doctor)
-app.command()(swap.swap)
-app.command()(generate.generate)
-app.command()(conform.conform)
-app.command()(demo.demo)
+app.command(cls=FrameworkCommand)(doctor.doctor)
+app.command(cls=FrameworkCommand)(swap.swap)
+app.command(cls=FrameworkCommand)(generate.generate)
+app.command(cls=FrameworkCommand)(conform.conform)
+app.command(cls=FrameworkCommand)(demo.demo)
 app.add_typer(sglang_cmd.app, name="sglang")
 
 

@@ -6,6 +6,7 @@ from importlib.metadata import entry_points
 
 import typer
 
+from qwen35.cli.framework import FrameworkCommand
 from qwen35.domain.errors import ConfigurationError
 
 #: Each entry point is a function from a model directory ("": none) to a text.
@@ -20,7 +21,7 @@ def root() -> None:
     """The plugin inside SGLang."""
 
 
-@app.command()
+@app.command(cls=FrameworkCommand)
 def explain(
     model: str = typer.Option("", "--model", help="A model directory, to say what its sizes mean for each choice."),
 ) -> None:
