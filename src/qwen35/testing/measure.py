@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -78,7 +79,7 @@ def time_graph(calls: Sequence[Thunk], device: torch.device, replays: int = 20, 
     vanishes. Raises ``CaptureError`` where a call cannot be captured.
     """
     repeats = -(-MIN_CALLS_PER_REPLAY // len(calls))
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = _side_stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))
     with torch.cuda.stream(stream):
         for call in (*[calls[0]] * WARM_UP, *calls[1:]):  # each has parameters of its own to be copied
@@ -100,6 +101,13 @@ def time_graph(calls: Sequence[Thunk], device: torch.device, replays: int = 20, 
         taken = [[_between_events(graph.replay) / launches for _ in range(replays)] for _ in range(rounds)]
     graph.reset()
     return Timing.of(taken, Method.GRAPH)
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all measurements on ``device``: adapters keep scratch for every stream that was captured."""
+    stream: torch.cuda.Stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    return stream
 
 
 def time_events(calls: Sequence[Thunk], device: torch.device, repeats: int = 20, rounds: int = 2) -> Timing:
