@@ -11,7 +11,7 @@ from qwen35.services.counters import Counters
 #: Set by SGLang's launcher, before it spawns schedulers, where metrics are on.
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 #: Every label that a counter of ours may carry; one that a counter does not use is empty.
-LABELS = ("port", "phase", "adapter", "instead_of", "mode", "reason", "what")
+LABELS = ("port", "phase", "adapter", "instead_of", "mode", "reason", "what", "argument")
 PREFIX = "qwen35_"
 
 
