@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from torch import Tensor
 
+from qwen35.adapters.flashinfer.index_scratch import IndexPlaces
 from qwen35.adapters.flashinfer.mends import ALIGNMENT, Mend
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import UnsupportedError
@@ -24,13 +25,15 @@ _TENSORS = {
 
 @dataclass(frozen=True, slots=True)
 class AdmittedVerify:
-    """What is settled about a verify call by its shapes: the detours and the plan they were decided under."""
+    """What is settled about a verify call by its shapes: the detours, the plan they were decided under, and index
+    scratch where they take it."""
 
     mend: Mend
     plan: GdnPlan
     branch: str
     scale: float
     empty: bool
+    places: IndexPlaces | None
 
 
 def phase_of(call: StepCall) -> Phase:

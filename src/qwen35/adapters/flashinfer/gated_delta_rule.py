@@ -13,7 +13,8 @@ from torch import Tensor
 from qwen35.adapters._kernels.rows import RowOperations
 from qwen35.adapters.flashinfer.admission import AdmittedVerify, StepCall, look_at, phase_of, raw_gates
 from qwen35.adapters.flashinfer.capabilities import capabilities_of
-from qwen35.adapters.flashinfer.known import IndexPlaces, IndexScratch, KnownDecode
+from qwen35.adapters.flashinfer.index_scratch import IndexPlaces, IndexScratch
+from qwen35.adapters.flashinfer.known import KnownDecode
 from qwen35.adapters.flashinfer.mends import (
     ALIGNMENT,
     SOFTPLUS_LIMIT,
@@ -158,8 +159,8 @@ class FlashInferGatedDeltaRule:
             dt_bias=float32(self._parameters, gates.dt_bias), scale=admitted.scale, out=out,
         )  # fmt: skip
         read = call.slots
-        if admitted.mend.index:
-            read, step = self._index(call, step, admitted.mend)
+        if admitted.places is not None:
+            read, step = self._index(call, step, admitted.mend, admitted.places(call))
         nodes = self._nodes(call, admitted)
         run_verify(self._kernels, step, call.states, read=read, nodes=nodes)
         if admitted.mend.scratch:
@@ -224,11 +225,7 @@ class FlashInferGatedDeltaRule:
         mend, _ = self._settle(call)
         gates = raw_gates(call)
         parameters = Float32(self._parameters, gates.A_log), Float32(self._parameters, gates.dt_bias)
-        places = None
-        if mend.index:
-            make = partial(self._index_scratch, mend=mend, tokens=1)
-            places = IndexPlaces(make, call.slots.device, self._stream_of)
-        known = KnownDecode(call, gates, mend, self._decode, self._rows, parameters, places)
+        known = KnownDecode(call, gates, mend, self._decode, self._rows, parameters, self._places(call, mend, 1))
         remembered = call.states.is_cuda and not off
         if remembered:
             if len(self._known) >= MAX_ADMITTED:
@@ -251,7 +248,8 @@ class FlashInferGatedDeltaRule:
         if admitted is None or off:
             mend, plan = self._settle(call)
             scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
-            admitted = AdmittedVerify(mend, plan, mend.branch, scale, 0 in call.q.shape)
+            places = self._places(call, mend, call.q.shape[1])
+            admitted = AdmittedVerify(mend, plan, mend.branch, scale, 0 in call.q.shape, places)
             if call.states.is_cuda and not off:
                 if len(self._admitted) >= MAX_ADMITTED:
                     self._admitted.clear()
@@ -272,14 +270,18 @@ class FlashInferGatedDeltaRule:
         if not support:
             raise UnsupportedError(f"{type(call).__name__} for FlashInfer", support.reasons)
 
-    def _index(self, call: VerifyCall, step: Step, mend: Mend) -> tuple[Tensor, Step]:
+    def _index(self, call: VerifyCall, step: Step, mend: Mend, to: IndexScratch) -> tuple[Tensor, Step]:
         """Slots to read, and the step with its gate inputs, after one launch."""
-        to = self._index_scratch(call, mend, call.q.shape[1])
         self._rows.index(
             call.slots, None, to.read, to.write, read_padding=mend.read_padding, write_padding=mend.write_padding,
             a=step.a, dt_bias=step.dt_bias, clamped=to.clamped, limit=SOFTPLUS_LIMIT,
         )  # fmt: skip
         return to.read, step if to.clamped is None else replace(step, a=to.clamped)
+
+    def _places(self, call: StepCall, mend: Mend, tokens: int) -> IndexPlaces | None:
+        if not mend.index:
+            return None
+        return IndexPlaces(partial(self._index_scratch, mend=mend, tokens=tokens), call.slots.device, self._stream_of)
 
     def _index_scratch(self, call: StepCall, mend: Mend, tokens: int) -> IndexScratch:
         """Where the index launch of ``call``, on the current stream, writes."""

@@ -2,56 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qwen35.adapters._kernels.rows import RowOperations
+from qwen35.adapters.flashinfer.index_scratch import IndexPlaces, IndexScratch
 from qwen35.adapters.flashinfer.mends import ALIGNMENT, SOFTPLUS_LIMIT, Mend
 from qwen35.adapters.flashinfer.parameters import Float32
 from qwen35.adapters.flashinfer.release import Kernel
 from qwen35.domain.alignment import misalignment
 from qwen35.ports._layout import LayoutCheck, layout_check
 from qwen35.ports.gdn_calls import DecodeCall, RawGates
-from qwen35.services.devices import capturing
 
 _LOW_BITS = ALIGNMENT - 1
-
-
-@dataclass(frozen=True, slots=True)
-class IndexScratch:
-    """Where the index launch writes: slots to read and to write [B], and gate inputs [B, T, HV] that are limited."""
-
-    read: Tensor
-    write: Tensor
-    clamped: Tensor | None
-
-
-class IndexPlaces:
-    """The index scratch of calls of one layout, by stream: ``make`` finds that of the current one.
-
-    It is found once and remembered, but for calls inside capture, by which scratch learns what a graph holds.
-    """
-
-    __slots__ = ("_device", "_make", "_places", "_stream_of")
-
-    def __init__(
-        self, make: Callable[[DecodeCall], IndexScratch], device: torch.device,
-        stream_of: Callable[[torch.device], int],
-    ) -> None:  # fmt: skip
-        self._make, self._device, self._stream_of = make, device, stream_of
-        self._places: dict[int, IndexScratch] = {}
-
-    def __call__(self, call: DecodeCall) -> IndexScratch:
-        """Where the index launch of ``call`` writes."""
-        stream = self._stream_of(self._device)
-        place = self._places.get(stream)
-        if place is None or capturing(self._device):
-            place = self._places[stream] = self._make(call)
-        return place
 
 
 class KnownDecode:
