@@ -150,6 +150,30 @@ def test_a_stream_that_has_scratch_finds_larger_scratch_inside_capture_after_a_l
     assert take(scratch, elements=16).data_ptr() == grown.data_ptr()
 
 
+def test_after_a_larger_plan_any_eager_call_makes_the_larger_buffer_that_a_capture_then_finds() -> None:
+    work = Work()
+    scratch = work.scratch(spare=0)
+    take(scratch, elements=4)
+    scratch.reserve({"q": 64}, CPU)
+    small = take(scratch, elements=4)
+    work.captured = True
+    assert take(scratch, elements=16).data_ptr() == small.data_ptr()
+
+
+def test_what_lay_ready_and_was_taken_is_made_again_by_the_next_eager_call() -> None:
+    work = Work()
+    scratch = work.scratch()
+    take(scratch)
+    addresses = set()
+    for work.stream in (1, 2, 3):
+        work.captured = True
+        addresses.add(take(scratch).data_ptr())
+        work.captured = False
+        work.stream += 10
+        take(scratch)
+    assert len(addresses) == 3
+
+
 def test_many_unplanned_sizes_cost_less_than_four_times_the_largest() -> None:
     work = Work()
     scratch = work.scratch(spare=0)
@@ -166,6 +190,15 @@ def test_the_largest_shape_to_come_is_made_room_for_at_once() -> None:
     held = scratch.bytes
     assert take(scratch, elements=50, most=50).data_ptr() == first.data_ptr()
     assert scratch.bytes == held
+
+
+def test_another_stream_makes_room_for_the_largest_shape_that_it_knows_of() -> None:
+    work = Work()
+    scratch = work.scratch(spare=0)
+    take(scratch, elements=2)
+    work.stream = 1
+    first = take(scratch, elements=2, most=50)
+    assert take(scratch, elements=50).data_ptr() == first.data_ptr()
 
 
 def test_another_device_has_buffers_of_its_own() -> None:
