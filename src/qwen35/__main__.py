@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import sys
 
-from qwen35.cli.house import EXIT_INTERRUPTED
-from qwen35.cli.interrupts import deferred
-
 
 def main() -> None:
-    """The command line. Ctrl-C ends in ``EXIT_INTERRUPTED`` from here on."""
+    """The command line. Ctrl-C ends in exit status 130 from here on; before, it ends the interpreter's own start."""
     try:
+        from qwen35.cli.interrupts import deferred
+
         with deferred():
             from qwen35.cli.main import app
+        app(prog_name="qwen35")
     except KeyboardInterrupt:
+        from qwen35.cli.house import EXIT_INTERRUPTED
+
         sys.stderr.write("interrupted\n")
         raise SystemExit(EXIT_INTERRUPTED) from None
-    app(prog_name="qwen35")
 
 
 if __name__ == "__main__":

@@ -88,8 +88,24 @@ def test_a_new_parameter_where_a_freed_one_lay_has_a_copy_of_its_own(seed: int) 
     second = torch.from_numpy(memory.numpy())[1:]
     assert second.data_ptr() == address
     assert copies.held(second, torch.float32) is None
-    assert torch.equal(copies.take(second, capturing=False), second), f"seed {seed}"
-    assert len(copies) == 1
+    taken = copies.take(second, capturing=False)
+    assert torch.equal(taken, second), f"seed {seed}"
+    assert copies.held(second, torch.float32) is taken
+    assert len(copies) == copies.refresh() == 1
+
+
+@pytest.mark.row("D07")
+def test_a_graphs_copy_is_left_alone_by_a_parameter_in_another_storage_of_the_same_memory(seed: int) -> None:
+    memory = torch.randn(HV + 1).numpy()
+    copies, first, second = ParameterCopies(32), torch.from_numpy(memory)[1:], torch.from_numpy(memory)[1:]
+    captured = copies.take(first, capturing=False)
+    assert copies.take(first, capturing=True) is captured
+    taken = copies.take(second, capturing=False)
+    assert taken.data_ptr() != captured.data_ptr()
+    memory += 1.0
+    assert len(copies) == copies.refresh() == 2
+    assert torch.equal(captured, first), f"seed {seed}"
+    assert torch.equal(taken, second), f"seed {seed}"
 
 
 def test_a_parameter_whose_memory_moved_is_no_more_read_where_it_lay() -> None:

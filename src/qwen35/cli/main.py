@@ -23,15 +23,27 @@ EXIT_ERROR = 2
 class _Group(TyperGroup):
     """Shows every error of ours as one red line and exits with ``EXIT_ERROR``; Ctrl-C ends in ``EXIT_INTERRUPTED``."""
 
+    def make_context(self, *args: Any, **kwargs: Any) -> Any:
+        """Read the words of the command line."""
+        try:
+            return super().make_context(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise _interrupted() from None
+
     def invoke(self, ctx: Any) -> Any:
+        """Run the command."""
         try:
             return super().invoke(ctx)
         except Qwen35Error as exc:
             errors().print(f"error: {' '.join(str(exc).split())}", style="bold red", markup=False, soft_wrap=True)
             raise typer.Exit(EXIT_ERROR) from exc
         except KeyboardInterrupt:
-            errors().print("interrupted", style="yellow")
-            raise typer.Exit(EXIT_INTERRUPTED) from None
+            raise _interrupted() from None
+
+
+def _interrupted() -> typer.Exit:
+    errors().print("interrupted", style="yellow")
+    return typer.Exit(EXIT_INTERRUPTED)
 
 
 app = typer.Typer(

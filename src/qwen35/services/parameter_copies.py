@@ -82,7 +82,7 @@ class ParameterCopy:
         source = self._retained
         if source is None:
             storage = self._storage()
-            if storage is None or storage.data_ptr() != self._start:
+            if storage is None:
                 return False
             dtype, offset, shape, stride = self._layout
             source = torch.empty(0, dtype=dtype, device=self.aligned.device).set_(storage, offset, shape, stride)
