@@ -136,6 +136,13 @@ class Side:
         return self._meeting.meet(self._rank, value)
 
 
+class Twin:
+    """One of two ranks, where the other always says what this one says."""
+
+    def exchange(self, value: Any) -> list[Any]:
+        return [value, value]
+
+
 class TraceOfReads(TorchDispatchMode):
     """Notes every operator that brings a tensor's value to the host, which on a GPU waits for it."""
 

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from finalize_fakes import Meeting, Twin
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwen35.adapters.flashinfer.finalize_ipc import FlashInferIpcFusion
 from qwen35.adapters.flashinfer.finalize_multicast import FlashInferMulticastFusion
 from qwen35.adapters.flashinfer.finalize_names import FusionNames
-from qwen35.domain.errors import UnavailableError, UnsupportedError
+from qwen35.domain.errors import CreationError, UnavailableError, UnsupportedError
 from qwen35.domain.finalize_capabilities import DeviceFacts
 from qwen35.domain.finalize_signature import WorkspaceSignature
+from qwen35.services.finalize_agreement import Agreements
 
 BLACKWELL = DeviceFacts(device="cuda:0", compute_capability=(10, 0), multiprocessors=148)
 HOPPER = replace(BLACKWELL, compute_capability=(9, 0), no_multicast=("multicast requires NVLink multicast",))
@@ -64,7 +66,9 @@ def config() -> Any:
 
 def fusion(config: Any, facts: DeviceFacts = BLACKWELL, **changes: Any) -> FlashInferMulticastFusion:
     names = FusionNames(Native, lambda **_: None, "finalize", "all-reduce", config)
-    options: dict[str, Any] = {"load": lambda: names, "shape_of": lambda _: (8, 3)}
+    options: dict[str, Any] = {
+        "load": lambda: names, "shape_of": lambda _: (8, 3), "agreements": Agreements(lambda _: Twin()),
+    }  # fmt: skip
     return FlashInferMulticastFusion(facts, **(options | changes))
 
 
@@ -203,8 +207,38 @@ def test_a_symmetric_memory_backend_that_is_chosen_stays(
 
 @pytest.mark.row("A06")
 def test_no_symmetric_memory_backend_at_all_is_an_error(config: Any) -> None:
-    with pytest.raises(UnavailableError, match="no backend for cuda:0"):
+    with pytest.raises(CreationError, match=r"rank 0: UnavailableError.*no backend for cuda:0"):
         prepared(config, backend=lambda: SymmetricMemory(None, None))
+
+
+@pytest.mark.row("A02")
+@pytest.mark.parametrize("adapter", ["multicast", "ipc"])
+def test_a_rank_without_the_names_leaves_no_other_in_flashinfers_own_rendezvous(config: Any, adapter: str) -> None:
+    """FlashInfer's constructors wait for all ranks; that it is half there is found out before."""
+    meeting, made = Meeting(2), []
+
+    def prepare(rank: int) -> Any:
+        def load() -> FusionNames:
+            loads.append(rank)
+            # The multicast adapter asks for the names to decide too, which all ranks had agreed on.
+            if rank and len(loads) == (2 if adapter == "multicast" else 1):
+                raise UnavailableError("flashinfer", ["unavailable: missing flashinfer.comm.allreduce_fusion"])
+            return FusionNames(lambda **given: made.append(given), lambda **_: None, "finalize", "all-reduce", config)
+
+        loads: list[int] = []
+        agreements = Agreements(lambda _: meeting.side(rank))
+        shape = {"tp_size": 2, "rank": rank} if adapter == "ipc" else {}
+        asked = signature(**shape, max_m=64)
+        if adapter == "ipc":
+            return FlashInferIpcFusion(HOPPER, load, agreements).prepare(asked)
+        memory = SymmetricMemory("CUDA")
+        return fusion(config, load=load, backend=lambda: memory, agreements=agreements).prepare(asked)
+
+    out = meeting.run(prepare)
+    assert all(isinstance(e, CreationError) for e in out), out
+    assert str(out[0]) == str(out[1])
+    assert "rank 1: UnavailableError: flashinfer: unavailable: missing flashinfer.comm.allreduce_fusion" in str(out[0])
+    assert made == []
 
 
 @pytest.mark.row("A25")

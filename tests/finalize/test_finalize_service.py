@@ -106,6 +106,27 @@ def test_an_adapter_that_cannot_be_made_on_one_rank_is_used_by_nobody() -> None:
     assert all("rank 1: " in choice.rejected["fast"][0] for choice in automatic)
 
 
+def test_a_device_that_one_rank_cannot_look_at_is_an_error_on_all() -> None:
+    meeting, fakes = Meeting(2), (FakeFusion(), FakeFusion())
+
+    def prepare(rank: int) -> None:
+        def look(_: str) -> DeviceFacts:
+            if rank:
+                raise RuntimeError("the device has fallen off the bus")
+            return FACTS
+
+        each = FinalizeService(
+            adapters(fakes[rank]), "auto", WorkspaceRegistry(), Counters(), facts=look,
+            agreements=Agreements(lambda _: meeting.side(rank)),
+        )  # fmt: skip
+        each.prepare(signature(tp_size=2, rank=rank))
+
+    out = meeting.run(prepare)
+    assert all(isinstance(e, CreationError) for e in out), out
+    assert {str(e).split(": ", 1)[1] for e in out} == {"rank 1: RuntimeError: the device has fallen off the bus"}
+    assert [fake.attempts for fake in fakes] == [0, 0]
+
+
 def test_an_adapter_that_fails_when_asked_on_one_rank_is_an_error_on_all() -> None:
     def broken(fake: FakeFusion) -> None:
         def supports(_: Any) -> Any:

@@ -7,12 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from finalize_fakes import signature
+from finalize_fakes import FakeFusion, Meeting, signature
+from finalize_services import service
 
+from qwen35.adapters.flashinfer.finalize_ipc import FlashInferIpcFusion
 from qwen35.adapters.flashinfer.finalize_names import FusionNames
 from qwen35.adapters.flashinfer.finalize_workspace import FlashInferFusionWorkspace
 from qwen35.domain.errors import ClosedError, UnsupportedError
 from qwen35.domain.finalize import FinalizeHandoff
+from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities
+from qwen35.domain.finalize_signature import WorkspaceSignature
+from qwen35.services.finalize_agreement import Agreements
 from qwen35.testing.finalize_cases import FinalizeCase
 
 SIGNATURE = signature(dtype="bfloat16", eps=1e-5, weight_bias=1.0)
@@ -22,23 +27,28 @@ class Native:
     """As much of FlashInfer's workspace as the adapter touches."""
 
     def __init__(self) -> None:
-        self.room, self.destroyed = True, 0
+        self.room, self.destroyed = 32, 0
 
-    def is_buffer_size_sufficient(self, *_: Any) -> bool:
-        return self.room
+    def is_buffer_size_sufficient(self, _: int, tokens: int, *__: Any) -> bool:
+        return tokens <= self.room
 
     def destroy(self) -> None:
         self.destroyed += 1
 
 
+def capabilities_with(most: int | None) -> FusionCapabilities:
+    """The IPC adapter's, with another bound on what may be routed."""
+    return replace(FlashInferIpcFusion(DeviceFacts(device="cpu")).capabilities, most_routed_elements=most)
+
+
 class Bed:
-    def __init__(self, most: int | None = None) -> None:
+    def __init__(self, most: int | None = None, of: WorkspaceSignature = SIGNATURE) -> None:
         self.native, self.launched = Native(), []
         names = FusionNames(
             make=None, launch=lambda **given: self.launched.append(given), finalize="finalize", all_reduce="all-reduce"
         )  # type: ignore[arg-type]
         self.workspace = FlashInferFusionWorkspace(
-            "ipc", SIGNATURE, self.native, names, addresses=(1,), most_elements=most
+            "ipc", of, self.native, names, addresses=(1,), capabilities=capabilities_with(most)
         )
         self.case = FinalizeCase(seed=5, m=3, top_k=2, hidden=16, tp_size=1, dtype="bfloat16", dropped=0.0, zeroed=0.0)
         self.handoff = self.case.handoff(0)
@@ -49,13 +59,16 @@ class Bed:
         self.workspace.finalize(handoff or self.handoff, self.case.residual(), self.case.gamma())
         return self.launched[-1]  # type: ignore[no-any-return]
 
+    def all_reduce(self) -> None:
+        self.workspace.all_reduce(self.case.local(0), self.case.residual(), self.case.gamma())
+
 
 @pytest.mark.row("A07")
 @pytest.mark.row("A13")
 def test_both_patterns_run_on_one_workspace_with_the_signatures_epsilon_and_bias() -> None:
     bed = Bed()
     bed.finalize()
-    bed.workspace.all_reduce(bed.case.local(0), bed.case.residual(), bed.case.gamma())
+    bed.all_reduce()
     assert [given["pattern"] for given in bed.launched] == ["finalize", "all-reduce"]
     for given in bed.launched:
         assert (given["workspace"], given["rms_eps"], given["weight_bias"]) == (bed.native, 1e-5, 1.0)
@@ -82,15 +95,17 @@ def test_what_the_kernel_cannot_take_is_refused_before_a_launch() -> None:
     nobody = torch.full_like(bed.handoff.permuted_indices, -1)  # type: ignore[call-overload]
     wide = bed.handoff.expert_weights.float()  # type: ignore[attr-defined]
     for which, handoff, named in (
-        (bed, replace(bed.handoff, routed_output=empty, permuted_indices=nobody), "at least one row, got none"),
+        (bed, replace(bed.handoff, routed_output=empty, permuted_indices=nobody), "require at least 1, got 0"),
         (bed, replace(bed.handoff, expert_weights=wide), "expert_weights require bfloat16, got float32"),
         (small, small.handoff, "at most 8 elements"),
     ):
         with pytest.raises(UnsupportedError, match=named):
             which.finalize(handoff)
-    bed.native.room = False
+    bed.native.room = 2
     with pytest.raises(UnsupportedError, match="fewer tokens, got 3"):
         bed.finalize()
+    with pytest.raises(UnsupportedError, match=r"ipc all-reduce: .*fewer tokens, got 3"):
+        bed.all_reduce()
     assert not bed.launched
     assert not small.launched
 
@@ -104,3 +119,62 @@ def test_destroyed_once_it_takes_no_call() -> None:
     assert not bed.workspace.supports(1)
     with pytest.raises(ClosedError):
         bed.finalize()
+
+
+class BedFusion(FakeFusion):
+    """The bed's workspace, offered as the adapter that made it."""
+
+    def __init__(self, most: int | None) -> None:
+        super().__init__("ipc")
+        self.capabilities, self.bed = capabilities_with(most), Bed(most)
+
+    def prepare(self, asked: WorkspaceSignature) -> Any:
+        self.bed = Bed(self.capabilities.most_routed_elements, asked)
+        return self.bed.workspace
+
+
+def wide_weights(bed: Bed) -> None:
+    bed.handoff = replace(bed.handoff, expert_weights=bed.handoff.expert_weights.float())  # type: ignore[attr-defined]
+
+
+def nothing_routed(bed: Bed) -> None:
+    nobody = torch.full_like(bed.handoff.permuted_indices, -1)  # type: ignore[call-overload]
+    empty = torch.zeros(0, 16, dtype=torch.bfloat16)
+    bed.handoff = replace(bed.handoff, routed_output=empty, permuted_indices=nobody)
+
+
+def far_more_routed(bed: Bed) -> None:
+    routed = torch.zeros(100, 16, dtype=torch.bfloat16)
+    bed.handoff = replace(bed.handoff, routed_output=routed)
+
+
+def no_room(bed: Bed) -> None:
+    bed.native.room = 2
+
+
+@pytest.mark.row("A24")
+@pytest.mark.parametrize("on", [0, 1])
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (wide_weights, "expert_weights require bfloat16, got float32"),
+        (nothing_routed, "rows of routed_output require at least 1, got 0"),
+        (far_more_routed, "routed_output requires at most 1000 elements, got 1600"),
+        (no_room, "FlashInfer's buffers require fewer tokens, got 3"),
+    ],
+)  # fmt: skip
+def test_in_checked_mode_what_one_rank_cannot_take_is_refused_by_all_alike(fault: Any, said: str, on: int) -> None:
+    meeting, fusions = Meeting(2), [BedFusion(1000) for _ in range(2)]
+
+    def call(rank: int) -> None:
+        each = service(fusions[rank], checked=True, agreements=Agreements(lambda _: meeting.side(rank)))
+        each.prepare(replace(SIGNATURE, tp_size=2, rank=rank))
+        bed = fusions[rank].bed
+        if rank == on:
+            fault(bed)
+        each.finalize(bed.handoff, bed.case.residual(), bed.case.gamma())
+
+    out = meeting.run(call)
+    assert all(isinstance(e, UnsupportedError) for e in out), out
+    assert {str(e) for e in out} == {f"ipc finalize: rank {on}: {said}"}
+    assert not any(fusion.bed.launched for fusion in fusions)

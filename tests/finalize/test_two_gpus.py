@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from finalize_pool import Pool
 from finalize_tasks import arrive_late, check_last_law, check_law, kernels_of_a_call, never_arrive, soak
+from prepare_tasks import compiled_by_calls, prepare_without_memory, roll_call_unheard
 
 from qwen35.testing.finalize_laws import CAPTURE_LAWS, LAWS
 
@@ -59,6 +60,29 @@ def test_a_rank_that_comes_three_seconds_late_is_waited_for(two_gpus: Pool, adap
 def test_checked_mode_names_the_rank_that_never_comes(two_gpus: Pool) -> None:
     named, nobody = two_gpus.run(never_arrive, {"hidden": 2048, "top_k": 8, "max_m": 8})
     assert (named, nobody) == ((1,), ())
+
+
+@pytest.mark.parametrize("on", [0, 1])
+def test_a_rank_whose_memory_is_full_leaves_no_other_in_the_rendezvous(two_gpus: Pool, on: int) -> None:
+    first, second = two_gpus.run(prepare_without_memory, on, {"hidden": 2048, "top_k": 8, "max_m": 64})
+    assert first == second
+    assert f"mailboxes between ranks: rank {on}: OutOfMemoryError: " in first
+    assert f"rank {1 - on}: " not in first
+
+
+def test_a_rank_that_is_not_heard_while_a_workspace_is_made_is_named_on_all(two_gpus: Pool) -> None:
+    first, second = two_gpus.run(roll_call_unheard, None, 1_000_000)
+    assert first == second
+    assert first == "triton workspace: rank 0: RankTimeoutError: the fused finalize timed out: no word from rank 1"
+
+
+@pytest.mark.parametrize("checked", [False, True])
+def test_no_call_compiles_anything_after_prepare(two_gpus: Pool, checked: bool) -> None:
+    """A width that no other test has, so that nothing was compiled for one of them."""
+    shape = {"hidden": 1536 if checked else 1792, "top_k": 6, "max_m": 300}
+    compiled = two_gpus.run(compiled_by_calls, checked, 17, shape)
+    assert [after for _, after in compiled] == [0, 0]
+    assert all(before > 6 for before, _ in compiled)
 
 
 def test_a_one_shot_finalize_is_one_kernel(two_gpus: Pool) -> None:

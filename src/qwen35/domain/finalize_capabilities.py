@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from math import prod
 from types import MappingProxyType
 
+from qwen35.domain.finalize import FinalizeHandoff
 from qwen35.domain.precision import UNIT_ROUNDOFF
 
 
@@ -28,8 +30,9 @@ class FusionCapabilities:
     """A set that is None allows everything.
 
     ``one_host``: the ranks must be on one host. ``roundings`` counts how many roundings to the token dtype lie
-    between the inputs and the norm (the last one included). ``deviations`` says which clauses the adapter
-    cannot keep, and why.
+    between the inputs and the norm (the last one included). ``weight_dtypes``, ``fewest_routed_rows`` and
+    ``most_routed_elements`` are what a handoff may bring. ``deviations`` says which clauses the adapter cannot keep,
+    and why.
     """
 
     device_types: frozenset[str] = frozenset({"cpu", "cuda"})
@@ -37,7 +40,23 @@ class FusionCapabilities:
     tp_sizes: frozenset[int] | None = None
     one_host: bool = False
     roundings: float = 1.0
+    weight_dtypes: frozenset[str] = frozenset({"bfloat16", "float32"})
+    fewest_routed_rows: int = 0
+    most_routed_elements: int | None = None
     deviations: Mapping[FusionClause, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def against(self, handoff: FinalizeHandoff) -> tuple[str, ...]:
+        """Why the adapter cannot take a handoff that meets the contract. A rank's own: the others' may differ."""
+        reasons = []
+        dtype = str(handoff.expert_weights.dtype).removeprefix("torch.")
+        if dtype not in self.weight_dtypes:
+            reasons.append(f"expert_weights require {' or '.join(sorted(self.weight_dtypes))}, got {dtype}")
+        rows, elements = handoff.routed_output.shape[0], prod(handoff.routed_output.shape)
+        if rows < self.fewest_routed_rows:
+            reasons.append(f"rows of routed_output require at least {self.fewest_routed_rows}, got {rows}")
+        if self.most_routed_elements is not None and elements > self.most_routed_elements:
+            reasons.append(f"routed_output requires at most {self.most_routed_elements} elements, got {elements}")
+        return tuple(reasons)
 
     def bound(self, dtype: str) -> float:
         """Largest ``||got - oracle|| / ||oracle||`` of norm and residual, where no terms cancel.

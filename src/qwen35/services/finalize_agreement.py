@@ -5,14 +5,16 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar, cast
 
 import torch.distributed as dist
 
-from qwen35.domain.errors import AgreementError
+from qwen35.domain.errors import AgreementError, CreationError
 
 #: How long a rank may keep the others waiting in an exchange.
 EXCHANGE_TIMEOUT = timedelta(minutes=5)
+
+T = TypeVar("T")
 
 
 class Agreement(Protocol):
@@ -27,6 +29,42 @@ class Alone:
 
     def exchange(self, value: Any) -> list[Any]:
         return [value]
+
+
+def together(agreement: Agreement, what: str, step: Callable[[], T]) -> T:
+    """This rank's result of ``step``, once every rank has one. Every rank of ``agreement`` calls this together.
+
+    Where ``step`` failed on any of them, raises ``CreationError`` alike on all, with ``what`` and every rank's reason;
+    a failure that the ranks had agreed on within ``step`` is told once. Raises ``AgreementError`` where a rank is
+    lost, with this rank's own failure if it has one: it may say which.
+    """
+    value: T | None = None
+    error: Exception | None = None
+    try:
+        value = step()
+    except Exception as exc:  # noqa: BLE001 - kernel packages raise anything; unheard, it leaves the others waiting
+        error = exc
+    own = None if error is None else _told(error)
+    try:
+        heard = agreement.exchange(own)
+    except AgreementError as lost:
+        if own is None:
+            raise
+        raise AgreementError(what, (*own[1], *lost.reasons)) from error
+    if all(told is None for told in heard):
+        return cast("T", value)
+    reasons: list[str] = []
+    for rank, told in enumerate(heard):
+        agreed, texts = told or (True, ())
+        reasons += texts if agreed else [f"rank {rank}: {text}" for text in texts]
+    raise CreationError(what, dict.fromkeys(reasons)) from error
+
+
+def _told(error: Exception) -> tuple[bool, tuple[str, ...]]:
+    """What the others hear of a failure: whether all ranks know it, by rank, and its text."""
+    if isinstance(error, CreationError):
+        return True, error.reasons
+    return False, (f"{type(error).__name__}: {error}",)
 
 
 class GroupAgreement:
@@ -69,3 +107,7 @@ class Agreements:
             agreement = self._make(group)
             self._made.append((group, agreement))
             return agreement
+
+
+#: The agreements of this process: a group's gloo twin is made once, whoever asks. They last as long as the process.
+PROCESS_AGREEMENTS = Agreements()

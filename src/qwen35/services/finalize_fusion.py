@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -18,23 +18,29 @@ from qwen35.domain.errors import (
     NotPreparedError,
     Qwen35Error,
     ShapeError,
+    UnsupportedError,
 )
 from qwen35.domain.finalize import FinalizeHandoff
-from qwen35.domain.finalize_capabilities import DeviceFacts
+from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities
 from qwen35.domain.finalize_policy import Decision
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_checks import check_all_reduce, check_finalize
 from qwen35.ports.finalize_fusion import FusionWorkspace, NormAndResidual
 from qwen35.services.counters import Counters
-from qwen35.services.finalize_agreement import Agreement, Agreements
+from qwen35.services.finalize_agreement import PROCESS_AGREEMENTS, Agreement, Agreements, together
 from qwen35.services.finalize_choice import PORT, FusionChoice, choose_fusion
 from qwen35.services.finalize_facts import device_facts
-from qwen35.services.finalize_registry import WorkspaceRegistry, usable
+from qwen35.services.finalize_registry import NOT_CREATED, WorkspaceRegistry, usable
 from qwen35.services.registry import AdapterRegistry
 from qwen35.services.routing import capturing
 
-#: The setting that switches fusion off: ``prepare`` then does nothing and no layer is eligible.
+#: The setting that switches fusion off: ``prepare`` then makes nothing and no layer is eligible.
 OFF = "off"
+
+_MULTIPLEXED = (
+    "the fused finalize cannot be used with multiplexed prefill and decode streams: they would share one mutable "
+    "workspace; set finalize = 'off' or do not multiplex"
+)
 
 
 def gemma_gamma(checkpoint_weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -50,14 +56,14 @@ class FinalizeService:
 
     def __init__(
         self, adapters: AdapterRegistry, requested: str, workspaces: WorkspaceRegistry, counters: Counters,
-        checked: bool = False, agreements: Agreements | None = None,
+        checked: bool = False, agreements: Agreements = PROCESS_AGREEMENTS,
         facts: Callable[[str], DeviceFacts] = device_facts,
     ) -> None:  # fmt: skip
         if requested != OFF and requested != "auto":
             adapters.entry(PORT, requested)  # an unknown name fails when the container is built
         self._adapters, self._requested, self._workspaces = adapters, requested, workspaces
         self._counters, self._checked = counters, checked
-        self._agreements, self._facts = agreements or Agreements(), facts
+        self._agreements, self._facts = agreements, facts
         self._workspace: FusionWorkspace | None = None
         self._agreement: Agreement | None = None
         self.choice: FusionChoice | None = None
@@ -86,25 +92,25 @@ class FinalizeService:
     def prepare(self, signature: WorkspaceSignature, *, multiplexed_streams: bool = False) -> None:
         """Have a workspace that covers ``signature``. Every rank of its group calls this together.
 
-        A second call that the workspace covers does nothing. Raises ``ConfigurationError`` where prefill and
-        decode run on multiplexed streams, and what ``WorkspaceRegistry.obtain`` raises.
+        A second call that the workspace covers does nothing. Where fusion is off no workspace is made, but the other
+        ranks are told. Raises ``ConfigurationError`` where prefill and decode run on multiplexed streams, which the
+        other ranks learn too, and what ``WorkspaceRegistry.obtain`` raises; ``AgreementError`` where it is off on
+        some ranks only.
         """
-        if not self.enabled:
-            return
-        if multiplexed_streams:
-            raise ConfigurationError(
-                "the fused finalize cannot be used with multiplexed prefill and decode streams: they would share "
-                "one mutable workspace; set finalize = 'off' or do not multiplex"
-            )
         agreement = self._agreements.of(signature.group, signature.tp_size)
+        if not self.enabled:
+            self._workspaces.decline(signature, agreement, OFF)
+            return
+        against = ConfigurationError(_MULTIPLEXED) if multiplexed_streams else None
 
         def create(asked: WorkspaceSignature) -> FusionWorkspace:
-            chosen = choose_fusion(self._adapters, self._requested, asked, self._facts(asked.device), agreement)
+            facts = together(agreement, NOT_CREATED, partial(self._facts, asked.device))
+            chosen = choose_fusion(self._adapters, self._requested, asked, facts, agreement)
             self.choice = chosen
             made: FusionWorkspace = self._adapters.adapter(PORT, chosen.name).prepare(asked)
             return made
 
-        self._workspace = self._workspaces.obtain(signature, agreement, create, self._requested)
+        self._workspace = self._workspaces.obtain(signature, agreement, create, self._requested, against)
         self._workspaces.hold(self)
         self._agreement = agreement
 
@@ -124,10 +130,12 @@ class FinalizeService:
         """
         workspace = self.workspace
 
-        def check() -> None:
+        def check() -> tuple[str, ...]:
             _check_handoff(handoff)
             check_finalize(workspace.signature, handoff, residual, gamma, out, values=True)
             _check_addition(residual, post_residual_addition)
+            can: FusionCapabilities = self._adapters.adapter(PORT, workspace.adapter).capabilities
+            return (*workspace.supports(handoff.m).reasons, *can.against(handoff))
 
         self._agree_on_call("finalize", handoff.m if isinstance(handoff, FinalizeHandoff) else 0, check)
         _check_handoff(handoff)
@@ -141,8 +149,9 @@ class FinalizeService:
         """Sum over ranks, add the residual, norm. See ``FusionWorkspace.all_reduce``."""
         workspace = self.workspace
 
-        def check() -> None:
+        def check() -> tuple[str, ...]:
             check_all_reduce(workspace.signature, local, residual, gamma, out)
+            return workspace.supports(len(local)).reasons
 
         self._agree_on_call("all-reduce", len(local) if isinstance(local, Tensor) and local.dim() else 0, check)
         return self._serve("all-reduce", lambda: workspace.all_reduce(local, residual, gamma, out))
@@ -168,25 +177,35 @@ class FinalizeService:
         self._workspaces.leave(self)
         self._workspace = self._agreement = None
 
-    def _agree_on_call(self, call: str, m: int, check: Callable[[], None]) -> None:
-        """In checked mode, before anything is launched: an error that one rank sees becomes one on all."""
+    def _agree_on_call(self, call: str, m: int, check: Callable[[], tuple[str, ...]]) -> None:
+        """In checked mode, before anything is launched: an error that one rank sees becomes one on all.
+
+        ``check`` raises where the call breaks the contract, and returns what the adapter has against a legal one: with
+        that every rank refuses alike (``UnsupportedError``), so that all may take the same other way.
+        """
         if not self._checked or self._agreement is None or capturing():
             return
         error: Qwen35Error | None = None
+        refused: tuple[str, ...] = ()
         try:
             if self._workspace is not None and not usable(self._workspace):
                 raise ClosedError("the fusion workspace is destroyed; prepare a new one")
-            check()
+            refused = check()
         except Qwen35Error as exc:
             error = exc
-        records: list[Any] = self._agreement.exchange((call, m, None if error is None else str(error)))
+        said: list[tuple[str, int, str | None, tuple[str, ...]]] = self._agreement.exchange(
+            (call, m, None if error is None else str(error), refused)
+        )
         if error is not None:
             raise error
-        reasons = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(records) if text is not None]
-        if len({(name, size) for name, size, _ in records}) > 1:
-            reasons += [f"rank {rank} calls {name} with m = {size}" for rank, (name, size, _) in enumerate(records)]
+        reasons = [f"rank {rank}: {text}" for rank, (_, _, text, _) in enumerate(said) if text is not None]
+        if len({(name, size) for name, size, _, _ in said}) > 1:
+            reasons += [f"rank {rank} calls {name} with m = {size}" for rank, (name, size, _, _) in enumerate(said)]
         if reasons:
             raise AgreementError(f"{call} was not launched", reasons)
+        against = [f"rank {rank}: {reason}" for rank, (_, _, _, texts) in enumerate(said) for reason in texts]
+        if against:
+            raise UnsupportedError(f"{self.workspace.adapter} {call}", against)
 
     def _serve(self, call: str, launch: Callable[[], NormAndResidual]) -> NormAndResidual:
         mode = "captured" if capturing() else "eager"
@@ -217,5 +236,5 @@ def _refusal(decision: Decision, residual: Tensor | None) -> HandoffError:
     return HandoffError("a finalize handoff requires a norm with a Gemma-style weight, got none")
 
 
-def _raise(error: HandoffError) -> None:
+def _raise(error: HandoffError) -> NoReturn:
     raise error

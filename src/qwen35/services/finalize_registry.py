@@ -9,21 +9,30 @@ from typing import Any
 
 import torch
 
-from qwen35.domain.errors import AgreementError, CaptureError, CreationError, Qwen35Error, SignatureError
+from qwen35.domain.errors import (
+    AgreementError,
+    CaptureError,
+    CreationError,
+    Qwen35Error,
+    SignatureError,
+    WorkspaceError,
+)
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_fusion import FusionWorkspace
-from qwen35.services.finalize_agreement import Agreement
+from qwen35.services.finalize_agreement import Agreement, together
 from qwen35.services.finalize_order import CallOrder
 from qwen35.services.routing import capturing
 
 WHAT = "fusion workspace"
+
+NOT_CREATED = f"{WHAT} could not be created"
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
     signature: WorkspaceSignature
     adapter: str
-    error: Qwen35Error
+    reasons: tuple[str, ...]
 
 
 def synchronise(device: str) -> None:
@@ -68,22 +77,33 @@ class WorkspaceRegistry:
     def obtain(
         self, signature: WorkspaceSignature, agreement: Agreement,
         create: Callable[[WorkspaceSignature], FusionWorkspace], adapter: str = "auto",
+        against: Qwen35Error | None = None,
     ) -> FusionWorkspace:  # fmt: skip
         """The live workspace where it covers ``signature``, else one made by ``create``; alike on all ranks.
 
-        Every rank of the group calls this together. ``adapter`` names one, or "auto". Raises ``SignatureError``
-        (another workspace is live), ``CaptureError`` (nothing is created during capture), ``AgreementError``
-        (the ranks ask for different things), ``CreationError`` (now, or remembered).
+        Every rank of the group calls this together, one that wants none calls ``decline``. ``adapter`` names one, or
+        "auto"; ``against`` is why this rank cannot have any, which it raises once the others know. Raises
+        ``SignatureError`` (another workspace is live), ``CaptureError`` (nothing is created during capture),
+        ``AgreementError`` (the ranks ask for different things), ``CreationError`` (now, or remembered).
         """
         with self._lock:
             live = self.live
-            refusal = self._refusal(signature, adapter)
+            refusal = against or self._refusal(signature, adapter)
             ready = refusal is None and live is not None
-            state = {"refused": None if refusal is None else str(refusal), "ready": ready}
-            _agree(agreement.exchange({**state, "asked": signature.shared() | {"adapter": adapter}}), refusal)
+            _agree(agreement.exchange(_record(signature, adapter, refusal, ready)), refusal)
             if live is not None:
                 return live
             return self._create(signature, agreement, create, adapter)
+
+    def decline(self, signature: WorkspaceSignature, agreement: Agreement, adapter: str) -> None:
+        """Tell the ranks that this one wants no workspace; ``adapter`` is the word for that, in place of a name.
+
+        Raises ``AgreementError``, as ``obtain`` does on the others, where one of them wants a workspace.
+        """
+        with self._lock:
+            records = agreement.exchange(_record(signature, adapter, None, ready=False))
+            if any(record["asked"]["adapter"] != adapter for record in records):
+                _agree(records, None)
 
     def hold(self, holder: object) -> None:
         """Keep the live workspace until ``holder`` leaves."""
@@ -120,7 +140,7 @@ class WorkspaceRegistry:
             return SignatureError(f"another {WHAT} is live", differences) if differences else None
         for failure in self._failures:
             if failure.adapter == adapter and failure.signature.covers(signature):
-                return failure.error
+                return CreationError(NOT_CREATED, failure.reasons)
         if self._capturing():
             return CaptureError(f"a {WHAT} cannot be created during CUDA graph capture; call prepare before it")
         return None
@@ -129,24 +149,31 @@ class WorkspaceRegistry:
         self, signature: WorkspaceSignature, agreement: Agreement,
         create: Callable[[WorkspaceSignature], FusionWorkspace], adapter: str,
     ) -> FusionWorkspace:  # fmt: skip
-        made: FusionWorkspace | None = None
-        error: Exception | None = None
-        try:
-            made = create(signature)
+        made: list[FusionWorkspace] = []
+
+        def make() -> FusionWorkspace:
+            made.append(create(signature))
             self._synchronise(signature.device)
-        except Exception as exc:  # noqa: BLE001 - kernel packages raise anything; unheard, it leaves the others waiting
-            error = exc
-        # The exchange is the barrier: every rank has synchronised before any of them publishes.
-        outcomes = agreement.exchange(None if error is None else f"{type(error).__name__}: {error}")
-        reasons = [f"rank {rank}: {text}" for rank, text in enumerate(outcomes) if text is not None]
-        if reasons or made is None:
-            if made is not None:
-                made.destroy()
-            failure = CreationError(f"{WHAT} could not be created", reasons)
-            self._failures.append(_Failure(signature, adapter, failure))
-            raise failure from error
-        self._live = made
-        return made
+            return made[0]
+
+        try:
+            # The exchange is the barrier: every rank has synchronised before any of them publishes.
+            self._live = together(agreement, NOT_CREATED, make)
+        except WorkspaceError as failure:
+            for workspace in made:
+                workspace.destroy()
+            if isinstance(failure, CreationError):
+                self._failures.append(_Failure(signature, adapter, failure.reasons))
+            raise
+        return self._live
+
+
+def _record(
+    signature: WorkspaceSignature, adapter: str, refusal: Qwen35Error | None, ready: bool
+) -> dict[str, Any]:
+    """What a rank says before anything is made: what it asks for, why it cannot have it, whether it has it."""
+    refused = None if refusal is None else str(refusal)
+    return {"refused": refused, "ready": ready, "asked": signature.shared() | {"adapter": adapter}}
 
 
 def _agree(records: list[dict[str, Any]], own: Qwen35Error | None) -> None:

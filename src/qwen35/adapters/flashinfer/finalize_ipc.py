@@ -5,12 +5,13 @@ from __future__ import annotations
 import torch
 
 from qwen35.adapters.flashinfer.finalize_names import Loader, installed, ipc_names
-from qwen35.adapters.flashinfer.finalize_workspace import FlashInferFusionWorkspace
+from qwen35.adapters.flashinfer.finalize_workspace import WEIGHT_DTYPES, FlashInferFusionWorkspace
 from qwen35.domain.capabilities import Support
 from qwen35.domain.errors import UnsupportedError
 from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_checks import signature_support, torch_dtype
+from qwen35.services.finalize_agreement import PROCESS_AGREEMENTS, Agreements, together
 
 NAME = "flashinfer_ipc"
 
@@ -26,11 +27,14 @@ MOST_ROWS = 64
 class FlashInferIpcFusion:
     """Sums experts and ranks in bfloat16, rounding at every term: that is what ``roundings`` counts."""
 
-    def __init__(self, facts: DeviceFacts, load: Loader = ipc_names) -> None:
-        self._facts, self._load = facts, load
+    def __init__(
+        self, facts: DeviceFacts, load: Loader = ipc_names, agreements: Agreements = PROCESS_AGREEMENTS
+    ) -> None:
+        self._facts, self._load, self._agreements = facts, load, agreements
         self.capabilities = FusionCapabilities(
             device_types=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), tp_sizes=frozenset({2, 4, 8, 16}),
-            one_host=True, roundings=16.0,
+            one_host=True, roundings=16.0, weight_dtypes=WEIGHT_DTYPES, fewest_routed_rows=1,
+            most_routed_elements=MOST_ROUTED_ELEMENTS,
         )  # fmt: skip
 
     def supports(self, signature: WorkspaceSignature) -> Support:
@@ -44,7 +48,8 @@ class FlashInferIpcFusion:
         support = self.supports(signature)
         if not support:
             raise UnsupportedError(f"{NAME} workspace", support.reasons)
-        names = self._load()
+        agreement = self._agreements.of(signature.group, signature.tp_size)
+        names = together(agreement, f"{NAME} workspace", self._load)
         with torch.cuda.device(signature.device):
             # The group is given: left out, it would be the whole world.
             native = names.make(
@@ -53,7 +58,7 @@ class FlashInferIpcFusion:
             )  # fmt: skip
         addresses = tuple(address for buffer in native.ipc_handles for address in buffer)
         return FlashInferFusionWorkspace(
-            NAME, signature, native, names, addresses=addresses, most_elements=MOST_ROUTED_ELEMENTS
+            NAME, signature, native, names, addresses=addresses, capabilities=self.capabilities
         )
 
     def close(self) -> None:

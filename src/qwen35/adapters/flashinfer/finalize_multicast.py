@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
 from qwen35.adapters.flashinfer.finalize_names import FusionNames, Loader, installed, multicast_names
-from qwen35.adapters.flashinfer.finalize_workspace import FlashInferFusionWorkspace
+from qwen35.adapters.flashinfer.finalize_workspace import WEIGHT_DTYPES, FlashInferFusionWorkspace
 from qwen35.domain.capabilities import Support
 from qwen35.domain.errors import UnavailableError, UnsupportedError
 from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities
 from qwen35.domain.finalize_early_load import with_early_shared_load
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_checks import signature_support, torch_dtype
+from qwen35.services.finalize_agreement import PROCESS_AGREEMENTS, Agreements, together
 
 logger = logging.getLogger("qwen35")
 
@@ -55,13 +57,14 @@ class FlashInferMulticastFusion:
     def __init__(
         self, facts: DeviceFacts, *, load: Loader = multicast_names,
         backend: Callable[[], SymmetricMemoryBackend] = _torch_backend,
-        shape_of: Callable[[Any], tuple[int, int]] = group_shape,
+        shape_of: Callable[[Any], tuple[int, int]] = group_shape, agreements: Agreements = PROCESS_AGREEMENTS,
     ) -> None:  # fmt: skip
         self._facts, self._load, self._backend, self._shape_of = facts, load, backend, shape_of
+        self._agreements = agreements
         # Ranks travel in bfloat16 and are summed in float32: one rounding a rank (16 at most) beside the last.
         self.capabilities = FusionCapabilities(
             device_types=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), tp_sizes=frozenset({2, 4, 8, 16}),
-            roundings=17.0,
+            roundings=17.0, weight_dtypes=WEIGHT_DTYPES, fewest_routed_rows=1,
         )  # fmt: skip
 
     def supports(self, signature: WorkspaceSignature) -> Support:
@@ -90,11 +93,8 @@ class FlashInferMulticastFusion:
         support = self.supports(signature)
         if not support:
             raise UnsupportedError(f"{NAME} workspace", support.reasons)
-        device = torch.device(signature.device)
-        self._choose_backend(device)
-        names = self._load()
-        config = with_early_shared_load(names.config, speculative=signature.speculative)
-        logger.info("%s: shared expert loaded early: %s", NAME, config is not names.config)
+        agreement = self._agreements.of(signature.group, signature.tp_size)
+        names, config = together(agreement, f"{NAME} workspace", partial(self._alone, signature))
         native = names.make(
             tp_size=signature.tp_size, tp_rank=signature.rank, max_token_num=signature.max_m,
             hidden_dim=signature.hidden, dtype=torch_dtype(signature.dtype), group=signature.group,
@@ -102,10 +102,20 @@ class FlashInferMulticastFusion:
             weight_bias=signature.weight_bias, include_shared_expert=signature.shared_expert, add_residual=True,
             write_residual_output=True, config=config,
         )  # fmt: skip
-        return FlashInferFusionWorkspace(NAME, signature, native, names, addresses=(), pdl=True)
+        return FlashInferFusionWorkspace(
+            NAME, signature, native, names, addresses=(), capabilities=self.capabilities, pdl=True
+        )
 
     def close(self) -> None:
         """Holds nothing."""
+
+    def _alone(self, signature: WorkspaceSignature) -> tuple[FusionNames, Any]:
+        """What a rank does before it meets the others: the names, and the configuration to compile."""
+        self._choose_backend(torch.device(signature.device))
+        names = self._load()
+        config = with_early_shared_load(names.config, speculative=signature.speculative)
+        logger.info("%s: shared expert loaded early: %s", NAME, config is not names.config)
+        return names, config
 
     def _choose_backend(self, device: torch.device) -> None:
         """Keep the process's symmetric memory backend; choose NCCL's where there is none yet."""

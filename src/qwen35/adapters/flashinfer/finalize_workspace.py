@@ -11,6 +11,7 @@ from qwen35.adapters.flashinfer.finalize_names import FusionNames
 from qwen35.domain.capabilities import Support
 from qwen35.domain.errors import ClosedError, UnsupportedError
 from qwen35.domain.finalize import FinalizeHandoff
+from qwen35.domain.finalize_capabilities import FusionCapabilities
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_checks import (
     check_all_reduce,
@@ -21,20 +22,23 @@ from qwen35.ports.finalize_checks import (
 )
 from qwen35.ports.finalize_fusion import NormAndResidual
 
+#: FlashInfer reads router weights in the tokens' dtype.
+WEIGHT_DTYPES = frozenset({"bfloat16"})
+
 
 class FlashInferFusionWorkspace:
     """Both patterns on one native workspace, with the epsilon and bias of the signature.
 
     FlashInfer's routes disagree about a live choice of weight zero (some multiply it, and show a NaN in its row),
-    so its index is made -1 first, in a buffer made at construction. A routed output without rows is refused.
+    so its index is made -1 first, in a buffer made at construction. What ``capabilities`` are against is refused.
     """
 
     def __init__(
         self, adapter: str, signature: WorkspaceSignature, native: Any, names: FusionNames, *,
-        addresses: tuple[int, ...], most_elements: int | None = None, pdl: bool = False,
+        addresses: tuple[int, ...], capabilities: FusionCapabilities, pdl: bool = False,
     ) -> None:  # fmt: skip
         self.adapter, self.signature, self.addresses = adapter, signature, addresses
-        self._native, self._names, self._pdl, self._most = native, names, pdl, most_elements
+        self._native, self._names, self._pdl, self._can = native, names, pdl, capabilities
         choices = (signature.max_m, signature.top_k)
         with torch.inference_mode(False):  # or no call outside that mode could write them
             self._indices = torch.empty(choices, dtype=torch.int32, device=signature.device)
@@ -54,8 +58,8 @@ class FlashInferFusionWorkspace:
         self._check_usable()
         check_finalize(self.signature, handoff, residual, gamma, out)
         routed, weights, indices, shared = handoff_tensors(handoff)
-        self._refuse(handoff.m, routed, weights)
         m = handoff.m
+        self._refuse("finalize", (*self.supports(m).reasons, *self._can.against(handoff)))
         kept, unweighted = self._indices[:m], self._unweighted[:m]
         torch.eq(weights, 0, out=unweighted)
         kept.copy_(indices)
@@ -70,6 +74,7 @@ class FlashInferFusionWorkspace:
     ) -> NormAndResidual:
         self._check_usable()
         check_all_reduce(self.signature, local, residual, gamma, out)
+        self._refuse("all-reduce", self.supports(local.shape[0]).reasons)
         return self._run(self._names.all_reduce, local, residual, gamma, out)
 
     def destroy(self) -> None:
@@ -81,16 +86,10 @@ class FlashInferFusionWorkspace:
         if self._native is None:
             raise ClosedError("the fusion workspace is destroyed; prepare a new one")
 
-    def _refuse(self, m: int, routed: Tensor, weights: Tensor) -> None:
-        reasons = list(self.supports(m).reasons)
-        if weights.dtype != torch.bfloat16:
-            reasons.append(f"expert_weights require bfloat16, got {str(weights.dtype).removeprefix('torch.')}")
-        if not routed.shape[0]:
-            reasons.append("routed_output requires at least one row, got none")
-        if self._most is not None and routed.numel() > self._most:
-            reasons.append(f"routed_output requires at most {self._most} elements, got {routed.numel()}")
+    def _refuse(self, call: str, reasons: tuple[str, ...]) -> None:
+        """In checked mode the service has heard these reasons of every rank already."""
         if reasons:
-            raise UnsupportedError(f"{self.adapter} finalize", reasons)
+            raise UnsupportedError(f"{self.adapter} {call}", reasons)
 
     def _run(
         self, pattern: Any, source: Tensor, residual: Tensor, gamma: Tensor, out: NormAndResidual | None,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from qwen35.adapters.triton.finalize_launch import Cut, Rows, Tuning, launch
-from qwen35.adapters.triton.finalize_mailboxes import Mailboxes, local_mailboxes, sizes, symmetric_mailboxes
+from qwen35.adapters.triton.finalize_mailboxes import Mailboxes, PeerMemory, local_mailboxes, sizes, symmetric_mailboxes
+from qwen35.adapters.triton.finalize_warm_up import WarmUp
 from qwen35.adapters.triton.kernels.finalize_common import BUFFERS
 from qwen35.domain.capabilities import Support
 from qwen35.domain.errors import ClosedError, RankTimeoutError, UnsupportedError
@@ -16,15 +18,15 @@ from qwen35.domain.finalize import FinalizeHandoff
 from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_checks import (
-    WEIGHT_DTYPES,
     check_all_reduce,
     check_finalize,
     handoff_tensors,
     signature_support,
     token_support,
-    torch_dtype,
 )
 from qwen35.ports.finalize_fusion import NormAndResidual
+from qwen35.services.devices import capturing, on
+from qwen35.services.finalize_agreement import PROCESS_AGREEMENTS, Agreement, Agreements, together
 
 NAME = "triton"
 
@@ -36,6 +38,9 @@ _READS_A_SECOND = 2_000_000
 
 _MOST_READS = 2**31 - 1
 
+#: How long ``prepare`` waits for a rank that has said that it is ready.
+_ROLL_CALL_S = 30.0
+
 
 class TritonFinalizeFusion:
     """One launch for up to about a thousand tokens; deterministic, alike to the bit on every rank.
@@ -45,10 +50,11 @@ class TritonFinalizeFusion:
     """
 
     def __init__(
-        self, facts: DeviceFacts, *, checked: bool = False, timeout_s: float = 30.0, tuning: Tuning | None = None
-    ) -> None:
-        self._facts, self._tuning = facts, tuning or Tuning()
-        self._spin_limit = min(_MOST_READS, max(1, int(timeout_s * _READS_A_SECOND))) if checked else 0
+        self, facts: DeviceFacts, *, checked: bool = False, timeout_s: float = 30.0, tuning: Tuning | None = None,
+        agreements: Agreements = PROCESS_AGREEMENTS,
+    ) -> None:  # fmt: skip
+        self._facts, self._tuning, self._agreements = facts, tuning or Tuning(), agreements
+        self._spin_limit = _reads(timeout_s) if checked else 0
         self.capabilities = FusionCapabilities(device_types=frozenset({"cuda"}), one_host=True)
 
     def supports(self, signature: WorkspaceSignature) -> Support:
@@ -64,15 +70,39 @@ class TritonFinalizeFusion:
         if not support:
             raise UnsupportedError(f"{NAME} workspace", support.reasons)
         cut = Cut(signature, self._facts.multiprocessors, self._tuning)
-        of = sizes(signature, self._tuning.wire, BUFFERS)
-        with torch.cuda.device(signature.device):
-            mail = local_mailboxes(signature, of)[0] if signature.tp_size == 1 else symmetric_mailboxes(signature, of)
-            workspace = TritonWorkspace(cut, mail, self._spin_limit)
-            workspace.warm_up()
-        return workspace
+        agreement = self._agreements.of(signature.group, signature.tp_size)
+        return make_workspace(cut, agreement, self._spin_limit)
 
     def close(self) -> None:
         """Holds nothing."""
+
+
+def make_workspace(
+    cut: Cut, agreement: Agreement, spin_limit: int, *, memory: PeerMemory | None = None,
+    roll_call_limit: int | None = None,
+) -> TritonWorkspace:  # fmt: skip
+    """A workspace on every rank of ``agreement``, or on none; all call this together.
+
+    What a rank does alone (memory, compilation) comes first and its outcome is told before anybody waits for a peer;
+    then memory is shared, which is agreed on too; then each kind of launch runs once, for at most ``roll_call_limit``
+    reads of a mailbox. Raises ``CreationError`` alike on all ranks where one failed, naming it; one that stays away
+    from the launches is named by those that waited.
+    """
+    signature = cut.signature
+    of = sizes(signature, cut.tuning.wire, BUFFERS)
+    warm_up = WarmUp(cut, of.rows, checked=spin_limit > 0)
+    with on(torch.device(signature.device)):
+        if signature.tp_size == 1:
+            mail = local_mailboxes(signature, of)[0]
+            warm_up.alone(mail)
+        else:
+            mail = symmetric_mailboxes(signature, of, agreement=agreement, memory=memory, alone=warm_up.alone)
+        workspace = TritonWorkspace(cut, mail, spin_limit)
+        limit = _reads(_ROLL_CALL_S) if roll_call_limit is None else roll_call_limit
+        for rows in warm_up.roll_call:
+            # One at a time: who went on to the next would be late there itself, waiting for one that is missing here.
+            together(agreement, f"{NAME} workspace", partial(workspace.run, rows, limit))
+    return workspace
 
 
 class TritonWorkspace:
@@ -81,7 +111,7 @@ class TritonWorkspace:
     adapter = NAME
 
     def __init__(self, cut: Cut, mail: Mailboxes, spin_limit: int) -> None:
-        self.signature = cut.signature
+        self.signature, self._device = cut.signature, torch.device(cut.signature.device)
         self._cut, self._spin_limit = cut, spin_limit
         self._mail: Mailboxes | None = mail
         self._rows = mail.rows
@@ -98,10 +128,10 @@ class TritonWorkspace:
         routed, weights, indices, shared = handoff_tensors(handoff)
         out = out or _outputs(residual)
         for part in self._parts(handoff.m):
-            self._launch(Rows(
+            self.run(Rows(
                 source=routed, weights=weights[part], indices=indices[part], gamma=gamma, residual=residual[part],
                 shared=None if shared is None else shared[part], norm=out.norm[part], out_residual=out.residual[part],
-            ))  # fmt: skip
+            ), self._spin_limit)  # fmt: skip
         return out
 
     def all_reduce(
@@ -111,48 +141,14 @@ class TritonWorkspace:
         check_all_reduce(self.signature, local, residual, gamma, out)
         out = out or _outputs(residual)
         for part in self._parts(local.shape[0]):
-            self._launch(Rows(
+            self.run(Rows(
                 source=local[part], residual=residual[part], gamma=gamma, norm=out.norm[part],
                 out_residual=out.residual[part],
-            ))  # fmt: skip
+            ), self._spin_limit)  # fmt: skip
         return out
 
     def destroy(self) -> None:
         self._mail = None
-
-    def warm_up(self) -> None:
-        """Compile and run every kernel that calls of 1..max_m can reach, on all ranks alike.
-
-        Ranks compile at their own pace, so the time-out counts from the first call after this.
-        """
-        checked = self._spin_limit
-        for spin_limit in (0, _MOST_READS) if checked else (0,):
-            self._spin_limit = spin_limit
-            self._run_every_kernel()
-        torch.cuda.synchronize(self.signature.device)
-        self._spin_limit = checked
-
-    def _run_every_kernel(self) -> None:
-        signature = self.signature
-        gamma = torch.ones(signature.hidden, dtype=torch_dtype(signature.dtype), device=signature.device)
-        for m in self._telling_sizes():
-            zeros = gamma.new_zeros(m, signature.hidden)
-            dropped = torch.full((m, signature.top_k), -1, dtype=torch.int32, device=signature.device)
-            for dtype in WEIGHT_DTYPES:
-                handoff = FinalizeHandoff(
-                    routed_output=zeros, expert_weights=torch.zeros_like(dropped, dtype=dtype), m=m,
-                    permuted_indices=dropped, gated_shared_output=zeros if signature.shared_expert else None,
-                )  # fmt: skip
-                self.finalize(handoff, zeros, gamma)
-            self.all_reduce(zeros, zeros, gamma)
-
-    def _telling_sizes(self) -> list[int]:
-        """One m for each kernel: the largest launch of each number of splits, and of each kind."""
-        by_kernel: dict[tuple[bool, int], int] = {}
-        for m in range(1, self._rows + 1):
-            one_shot = self._cut.tuning.one_shot(m, self.signature.tp_size)
-            by_kernel[one_shot, self._cut.splits(m) if one_shot else 1] = m
-        return sorted(by_kernel.values())
 
     def _parts(self, m: int) -> list[slice]:
         count = math.ceil(m / self._rows)
@@ -162,16 +158,17 @@ class TritonWorkspace:
         if self._mail is None:
             raise ClosedError("the fusion workspace is destroyed; prepare a new one")
 
-    def _launch(self, rows: Rows) -> None:
-        mail, signature = self._mail, self.signature
+    def run(self, rows: Rows, spin_limit: int) -> None:
+        """One launch. Where ``spin_limit`` is positive it waits for the result, and no rank longer than so many reads
+        of a mailbox: raises ``RankTimeoutError`` naming those that were late."""
+        mail, cut = self._mail, self._cut
         assert mail is not None
-        m = rows.residual.shape[0]
-        one_shot = self._cut.tuning.one_shot(m, signature.tp_size)
-        with torch.cuda.device(signature.device):
+        one_shot = cut.one_shot(rows.residual.shape[0])
+        with on(self._device):
             # Nobody reads what a replay finds missing, so a captured launch waits like an unchecked one.
-            spin_limit = 0 if torch.cuda.is_current_stream_capturing() else self._spin_limit
-            launch(self._cut, mail, rows, signature.rank, one_shot=one_shot, spin_limit=spin_limit)
-            if spin_limit:
+            limit = 0 if capturing(self._device) else spin_limit
+            launch(cut, mail, rows, cut.signature.rank, one_shot=one_shot, spin_limit=limit)
+            if limit:
                 self._raise_for_missing(mail)
 
     def _raise_for_missing(self, mail: Mailboxes) -> None:
@@ -180,6 +177,10 @@ class TritonWorkspace:
         if late:
             self.destroy()
             raise RankTimeoutError("the fused finalize timed out", late)
+
+
+def _reads(seconds: float) -> int:
+    return min(_MOST_READS, max(1, int(seconds * _READS_A_SECOND)))
 
 
 def _outputs(residual: Tensor) -> NormAndResidual:

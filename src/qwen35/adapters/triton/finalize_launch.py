@@ -63,12 +63,14 @@ class Cut:
         """Programs that share a row: as many as leave each row's programs resident together."""
         hidden, splits = self.signature.hidden, self.tuning.max_splits
         while splits > 1 and (
-            rows * splits > self._room
-            or hidden % (_ACCESS // 2 * splits)
-            or hidden // splits < self.tuning.min_slice
+            rows * splits > self._room or hidden % (_ACCESS // 2 * splits) or hidden // splits < self.tuning.min_slice
         ):
             splits //= 2
         return splits
+
+    def one_shot(self, rows: int) -> bool:
+        """Whether a launch of ``rows`` is one-shot."""
+        return self.tuning.one_shot(rows, self.signature.tp_size)
 
     @property
     def split_rows(self) -> int:
@@ -125,6 +127,22 @@ def launch(
 ) -> None:  # fmt: skip
     """Launch one kernel over ``rows``. ``phases`` (send, reduce, take; a one-shot does the last two as one) are all
     true in service. A positive ``spin_limit`` is checked mode."""
+    kernel, programs, arguments = _call(cut, mail, rows, rank, one_shot, phases, spin_limit)
+    kernel[(programs,)](**arguments)
+
+
+def compile_launch(cut: Cut, mail: Mailboxes, rows: Rows, rank: int, *, one_shot: bool, spin_limit: int = 0) -> None:
+    """Compile and load the kernel that ``launch`` would run, without running it: no peer is needed, or touched."""
+    kernel, programs, arguments = _call(cut, mail, rows, rank, one_shot, (True, True, True), spin_limit)
+    compiled = kernel.warmup(grid=(programs,), **arguments)
+    if compiled is not None:  # the interpreter has nothing to compile
+        _ = compiled.run  # loads it, which would not be legal inside capture
+
+
+def _call(
+    cut: Cut, mail: Mailboxes, rows: Rows, rank: int, one_shot: bool, phases: tuple[bool, ...], spin_limit: int
+) -> tuple[Any, int, dict[str, Any]]:
+    """The kernel, how many programs, and its arguments."""
     signature, m = cut.signature, rows.residual.shape[0]
     splits = cut.splits(m) if one_shot else 1
     programs = min(m * splits, cut.wave if splits == 1 else cut.resident)
@@ -141,17 +159,15 @@ def launch(
         "TOP_K": 0 if rows.indices is None else signature.top_k, "SHARED": rows.shared is not None,
         "N": signature.tp_size, "N_POW2": cut.sources, "BLOCK": cut.block, "WIRE": _TYPES[cut.tuning.wire],
         "WORD": _WORDS[cut.tuning.wire], "VECTOR": _ACCESS // mail.inbox.element_size(),
-        "SEND": phases[0], "CHECKED": spin_limit > 0,
+        "SEND": phases[0], "CHECKED": spin_limit > 0, "num_warps": cut.warps, "num_stages": 1, "maxnreg": _REGISTERS,
     }  # fmt: skip
-    options = {"num_warps": cut.warps, "num_stages": 1, "maxnreg": _REGISTERS}
     if one_shot:
         slice_block = int(triton.next_power_of_2(signature.hidden // splits))
-        finalize_one_shot[(programs,)](
-            **arguments, SPLITS=splits, SLICE_BLOCK=slice_block, PIECES=min(cut.tuning.pieces, slice_block),
-            RECEIVE=phases[2], **options,
-        )  # fmt: skip
-        return
-    finalize_two_step[(programs,)](
-        **arguments, outbox=mail.outbox, outboxes=mail.outboxes, TOKEN=_TYPES[signature.dtype],
-        TOKEN_WORD=_WORDS[signature.dtype], REDUCE=phases[1], TAKE=phases[2], **options,
-    )  # fmt: skip
+        return finalize_one_shot, programs, arguments | {
+            "SPLITS": splits, "SLICE_BLOCK": slice_block, "PIECES": min(cut.tuning.pieces, slice_block),
+            "RECEIVE": phases[2],
+        }  # fmt: skip
+    return finalize_two_step, programs, arguments | {
+        "outbox": mail.outbox, "outboxes": mail.outboxes, "TOKEN": _TYPES[signature.dtype],
+        "TOKEN_WORD": _WORDS[signature.dtype], "REDUCE": phases[1], "TAKE": phases[2],
+    }  # fmt: skip
