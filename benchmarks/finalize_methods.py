@@ -195,17 +195,13 @@ def methods_of(signature: WorkspaceSignature, peers: list[str], sweep: bool) -> 
     found = {"ours": ours(signature)}
     if sweep:
         base = Tuning()
-        never = {1: 0}
         variants = {
-            "2 pieces": replace(base, pieces=2), "4 pieces": replace(base, pieces=4),
-            "wave 1": replace(base, wave=1), "wave 1, 2 pieces": replace(base, wave=1, pieces=2),
-            "crowding 2": replace(base, crowding=2), "crowding 2, 2 pieces": replace(base, crowding=2, pieces=2),
-            "16 words": replace(base, words_a_thread=16), "16 words, wave 1": replace(base, words_a_thread=16, wave=1),
-            "16 words, crowding 2": replace(base, words_a_thread=16, crowding=2),
-            "wave 2": replace(base, wave=2), "16 words, wave 2": replace(base, words_a_thread=16, wave=2),
-            "64 words": replace(base, words_a_thread=64),
-            "64 words, 4 pieces": replace(base, words_a_thread=64, pieces=4),
-            "two-step": replace(base, one_shot_rows=never), "bf16 wire": replace(base, wire="bfloat16"),
+            f"pieces of {piece}, {words} words": replace(base, piece=piece, words_a_thread=words)
+            for words in (32, 16) for piece in (512, 1024, 2048, 4096)
+        } | {
+            "wave 1": replace(base, wave=1), "wave 1, 16 words": replace(base, wave=1, words_a_thread=16),
+            "crowding 2": replace(base, crowding=2), "two-step": replace(base, one_shot_rows={1: 0}),
+            "bf16 wire": replace(base, wire="bfloat16"),
         }  # fmt: skip
         found |= {f"ours, {name}": ours(signature, tuning) for name, tuning in variants.items()}
     if "nccl" in peers:

@@ -32,7 +32,7 @@ class Tuning:
 
     ``wire``: element type between ranks; float32 keeps every rounding but the last away. ``max_splits``: most
     programs that share a row; ``min_slice``: fewest columns of one; ``crowding``: programs a multiprocessor that
-    sharing rows may make. ``pieces``: parts in which a one-shot program sends its slice; ``wave``: programs a
+    sharing rows may make. ``piece``: columns that a one-shot program sends at once; ``wave``: programs a
     multiprocessor of a launch that loops over rows (None: as many as are resident). ``words_a_thread`` sets the warps
     of a program. ``one_shot_rows``: rows up to which a launch is one-shot, by number of ranks (nearest number below).
     """
@@ -41,7 +41,7 @@ class Tuning:
     max_splits: int = 8
     min_slice: int = 256
     crowding: int = 1
-    pieces: int = 1
+    piece: int = 1024
     wave: int | None = None
     words_a_thread: int = 32
     one_shot_rows: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({1: 1 << 30, 3: 128, 6: 64}))
@@ -164,7 +164,7 @@ def _call(
     if one_shot:
         slice_block = int(triton.next_power_of_2(signature.hidden // splits))
         return finalize_one_shot, programs, arguments | {
-            "SPLITS": splits, "SLICE_BLOCK": slice_block, "PIECES": min(cut.tuning.pieces, slice_block),
+            "SPLITS": splits, "SLICE_BLOCK": slice_block, "PIECES": max(1, slice_block // cut.tuning.piece),
             "RECEIVE": phases[2],
         }  # fmt: skip
     return finalize_two_step, programs, arguments | {

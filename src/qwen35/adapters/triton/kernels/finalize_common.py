@@ -40,58 +40,62 @@ def slot_of(row, epoch, src, N: tl.constexpr, D: tl.constexpr):
 
 
 @triton.jit
-def expert_sum(
-    routed, weights, indices, shared, row, routed_rows, columns, inside,
-    D: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
-):  # fmt: skip
-    """``sum_j w_j * routed[idx_j] + shared`` over ``columns`` of a row, in float32.
-
-    A choice that is dropped, of weight zero or out of range is not read and adds zero, whatever its weight.
-    All indices are asked for before the first row, so that their latencies overlap.
-    """
+def row_choices(weights, indices, row, TOP_K: tl.constexpr):
+    """A row's indices and weights, all asked for together; with TOP_K 0 there are none."""
     first = row.to(tl.int64) * TOP_K
-    chosen = (tl.load(indices + first),)
-    factors = (tl.load(weights + first).to(tl.float32),)
-    for j in tl.static_range(1, TOP_K):
+    chosen = ()
+    factors = ()
+    for j in tl.static_range(TOP_K):
         chosen = chosen + (tl.load(indices + first + j),)  # type: ignore[assignment]
         factors = factors + (tl.load(weights + first + j).to(tl.float32),)  # type: ignore[assignment]
-    total = tl.zeros(columns.shape, tl.float32)
-    if SHARED:
-        total += tl.load(shared + row.to(tl.int64) * D + columns, mask=inside, other=0.0).to(tl.float32)
-    terms = (_term(routed, chosen[0], factors[0], routed_rows, columns, inside, D),)
-    for j in tl.static_range(1, TOP_K):
-        terms = terms + (  # type: ignore[assignment]
-            _term(routed, chosen[j], factors[j], routed_rows, columns, inside, D),
-        )
-    for j in tl.static_range(TOP_K):
-        used = _used(chosen[j], factors[j], routed_rows)
-        total += tl.where(used, factors[j], 0.0) * terms[j].to(tl.float32)
-    return total
+    return chosen, factors
 
 
 @triton.jit
-def _term(routed, index, weight, rows, columns, inside, D: tl.constexpr):
-    """``columns`` of the row that a choice names, or zero."""
-    used = _used(index, weight, rows)
-    return tl.load(routed + index.to(tl.int64) * D + columns, mask=inside & used, other=0.0)
+def row_terms(
+    source, shared, chosen, factors, row, source_rows, columns, inside,
+    D: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
+):  # fmt: skip
+    """What ``row_total`` adds up, as it is in memory: loads that nothing waits for yet.
+
+    A choice that is dropped, of weight zero or out of range is not read. With TOP_K 0 the source is plain, [m, D].
+    """
+    at = row.to(tl.int64) * D + columns
+    terms = ()
+    if TOP_K == 0:
+        terms = terms + (tl.load(source + at, mask=inside, other=0.0),)  # type: ignore[assignment]
+    if SHARED:
+        terms = terms + (tl.load(shared + at, mask=inside, other=0.0),)  # type: ignore[assignment]
+    for j in tl.static_range(TOP_K):
+        here = source + chosen[j].to(tl.int64) * D + columns
+        used = _used(chosen[j], factors[j], source_rows)
+        terms = terms + (tl.load(here, mask=inside & used, other=0.0),)  # type: ignore[assignment]
+    return terms
+
+
+@triton.jit
+def row_total(terms, chosen, factors, source_rows, TOP_K: tl.constexpr, SHARED: tl.constexpr):
+    """This rank's share of a row in float32: ``shared + sum_j w_j * routed[idx_j]``, or the plain source.
+
+    A choice that was not read adds zero, whatever its weight.
+    """
+    FIRST: tl.constexpr = 1 if SHARED and TOP_K > 0 else 0
+    if TOP_K == 0:
+        return terms[0].to(tl.float32)
+    else:
+        total = tl.zeros(terms[0].shape, tl.float32)
+        if SHARED:
+            total += terms[0].to(tl.float32)
+        for j in tl.static_range(TOP_K):
+            used = _used(chosen[j], factors[j], source_rows)
+            total += tl.where(used, factors[j], 0.0) * terms[FIRST + j].to(tl.float32)
+        return total
 
 
 @triton.jit
 def _used(index, weight, rows):
     """Whether a choice contributes."""
     return (index >= 0) & (index < rows) & (weight != 0.0)
-
-
-@triton.jit
-def rank_share(
-    source, weights, indices, shared, row, source_rows, columns, inside,
-    D: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
-):  # fmt: skip
-    """This rank's share of a row in float32: of the experts, or with TOP_K 0 of a plain [m, D] source."""
-    if TOP_K == 0:
-        return tl.load(source + row.to(tl.int64) * D + columns, mask=inside, other=0.0).to(tl.float32)
-    else:
-        return expert_sum(source, weights, indices, shared, row, source_rows, columns, inside, D, TOP_K, SHARED)
 
 
 @triton.jit
@@ -114,15 +118,21 @@ def await_slots(
     here = slots + source * D + columns
     mask = (source < N) & (columns < D)
     words = tl.load(here, mask=mask, other=0, volatile=True)
-    late = tl.max(tl.max((words == -1).to(tl.int32), axis=0), axis=0)
+    late = _late(words)
     spins = spin_limit
     while _again(late, spins, CHECKED):
         words = tl.load(here, mask=mask, other=0, volatile=True)
-        late = tl.max(tl.max((words == -1).to(tl.int32), axis=0), axis=0)
+        late = _late(words)
         spins -= 1
     if CHECKED:
         _note_missing(words, late, missing, names, source < N)
     return words
+
+
+@triton.jit
+def _late(words):
+    """Whether any of ``words`` [N_POW2, n] has not arrived."""
+    return tl.max(tl.max((words == -1).to(tl.int32), axis=0), axis=0)
 
 
 @triton.jit

@@ -17,8 +17,10 @@ from qwen35.adapters.triton.kernels.finalize_common import (
     await_total,
     clear,
     normed,
-    rank_share,
+    row_choices,
     row_columns,
+    row_terms,
+    row_total,
     slot_of,
     wire_bits,
 )
@@ -30,17 +32,28 @@ def _send(
     D: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
     SLICE_BLOCK: tl.constexpr, PIECES: tl.constexpr, WIRE: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
-    """Send one slice of one row to every rank, this one included: piece by piece, so that links are busy early."""
+    """Send one slice of one row to every rank, this one included, piece by piece, so that links are busy early: what a
+    piece adds up is asked for before the piece before it is sent."""
     row = item // SPLITS
     start = (item % SPLITS) * (D // SPLITS)
     slot = slot_of(row, epoch, rank, N, D) + start
+    within = tl.arange(0, SLICE_BLOCK // PIECES)
+    chosen, factors = row_choices(weights, indices, row, TOP_K)
+    terms = row_terms(
+        source, shared, chosen, factors, row, source_rows, start + within, within < D // SPLITS, D, TOP_K, SHARED
+    )
     for piece in tl.static_range(PIECES):
-        within = piece * (SLICE_BLOCK // PIECES) + tl.arange(0, SLICE_BLOCK // PIECES)
-        inside = within < D // SPLITS
-        share = rank_share(source, weights, indices, shared, row, source_rows, start + within, inside, D, TOP_K, SHARED)
-        bits = wire_bits(share, WIRE, WORD)
+        coming = terms
+        after = within + SLICE_BLOCK // PIECES
+        if piece + 1 < PIECES:
+            coming = row_terms(
+                source, shared, chosen, factors, row, source_rows, start + after, after < D // SPLITS, D, TOP_K, SHARED
+            )
+        bits = wire_bits(row_total(terms, chosen, factors, source_rows, TOP_K, SHARED), WIRE, WORD)
         for peer in tl.static_range(N):
-            tl.store(peers[peer] + slot + within, bits, mask=inside)
+            tl.store(peers[peer] + slot + within, bits, mask=within < D // SPLITS)
+        terms = coming
+        within = after
 
 
 @triton.jit
@@ -61,7 +74,9 @@ def _receive(
         own = tl.arange(0, SLICE_BLOCK)
         clear(inbox + slot_of(row, epoch - 1, 0, N, D) + start, source, own, own < D // SPLITS, N, D, WORD)
     slots = inbox + slot_of(row, epoch, 0, N, D)
-    total, squares = await_total(slots, source, columns, held.to(tl.float32), missing, spin_limit, N, D, WIRE, CHECKED)
+    total, squares = await_total(
+        slots, source, columns, held.to(tl.float32), missing, spin_limit, N, D, WIRE, CHECKED
+    )
     norm = normed(total, squares, factor.to(tl.float32), eps, weight_bias, D)
     mine = (columns >= start) & (columns < start + D // SPLITS)
     at = row.to(tl.int64) * D + columns

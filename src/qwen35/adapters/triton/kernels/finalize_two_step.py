@@ -19,8 +19,10 @@ from qwen35.adapters.triton.kernels.finalize_common import (
     await_total,
     clear,
     normed,
-    rank_share,
+    row_choices,
     row_columns,
+    row_terms,
+    row_total,
     slot_of,
     wire_bits,
 )
@@ -36,8 +38,9 @@ def _share(
     epoch = tl.load(epochs + row, volatile=True)
     columns = tl.arange(0, BLOCK)
     inside = columns < D
-    share = rank_share(source, weights, indices, shared, row, source_rows, columns, inside, D, TOP_K, SHARED)
-    bits = wire_bits(share, WIRE, WORD)
+    chosen, factors = row_choices(weights, indices, row, TOP_K)
+    terms = row_terms(source, shared, chosen, factors, row, source_rows, columns, inside, D, TOP_K, SHARED)
+    bits = wire_bits(row_total(terms, chosen, factors, source_rows, TOP_K, SHARED), WIRE, WORD)
     at = slot_of(row, epoch, rank, N, D) + columns
     for peer in tl.static_range(N):
         tl.store(peers[peer] + at, bits, mask=inside & (owner == peer))
