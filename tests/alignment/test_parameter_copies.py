@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from qwen35.domain.errors import CaptureError
+from qwen35.services.devices import Mark, Streams
 from qwen35.services.parameter_copies import ParameterCopies
-from qwen35.services.streams import Mark, Streams
 
 CPU = torch.device("cpu")
 HV = 4

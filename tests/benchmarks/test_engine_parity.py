@@ -66,7 +66,8 @@ class Layer:
             mixed.fill_(torch.nan)  # a kernel may use its input as scratch
             return out[None]
 
-        self.inside(a, b, lambda: self.recorder.around_packed(
+        packed_gates = torch.cat([b, a], dim=-1)  # a decode's layer gives both, for its dispatcher to take apart
+        self.inside(packed_gates, packed_gates, lambda: self.recorder.around_packed(
             kernel, None, packed, a, b, num_v_heads=HV, head_v_dim=V, ssm_states=self.states,
             cache_indices=torch.tensor(slots, dtype=torch.int32),
         ))  # fmt: skip

@@ -30,8 +30,8 @@ from qwen35.ports.gated_delta_rule import (
     VerifyCall,
 )
 from qwen35.services.counters import Counters
+from qwen35.services.devices import capturing
 from qwen35.services.parameter_copies import ParameterCopies
-from qwen35.services.routing import capturing
 from qwen35.services.scratch import Scratch
 
 _Call = TypeVar("_Call", DecodeCall, ExtendCall, VerifyCall, CommitCall)

@@ -27,12 +27,12 @@ from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_checks import check_all_reduce, check_finalize
 from qwen35.ports.finalize_fusion import FusionWorkspace, NormAndResidual
 from qwen35.services.counters import Counters
+from qwen35.services.devices import capturing
 from qwen35.services.finalize_agreement import PROCESS_AGREEMENTS, Agreement, Agreements, together
 from qwen35.services.finalize_choice import PORT, FusionChoice, choose_fusion
 from qwen35.services.finalize_facts import device_facts
 from qwen35.services.finalize_registry import NOT_CREATED, WorkspaceRegistry, usable
 from qwen35.services.registry import AdapterRegistry
-from qwen35.services.routing import capturing
 
 #: The setting that switches fusion off: ``prepare`` then makes nothing and no layer is eligible.
 OFF = "off"

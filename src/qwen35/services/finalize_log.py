@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from qwen35.domain.capabilities import reason_kind
 from qwen35.domain.finalize_policy import Decision
-from qwen35.services.routing import capturing
+from qwen35.services.devices import capturing
 
 logger = logging.getLogger("qwen35")
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from qwen35.services.routing import capturing
+from qwen35.services.devices import capturing
 
 
 class Stream(Protocol):

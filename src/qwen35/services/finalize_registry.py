@@ -19,9 +19,9 @@ from qwen35.domain.errors import (
 )
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_fusion import FusionWorkspace
+from qwen35.services.devices import capturing
 from qwen35.services.finalize_agreement import Agreement, together
 from qwen35.services.finalize_order import CallOrder
-from qwen35.services.routing import capturing
 
 WHAT = "fusion workspace"
 

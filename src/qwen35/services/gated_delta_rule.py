@@ -26,8 +26,8 @@ from qwen35.ports.gated_delta_rule import (
 )
 from qwen35.ports.support import phase_of
 from qwen35.services.counters import Counters
-from qwen35.services.devices import on
-from qwen35.services.routing import Decision, Route, capturing, placement
+from qwen35.services.devices import capturing, on
+from qwen35.services.routing import Decision, Route, placement
 
 PORT = "gated_delta_rule"
 _STATES = attrgetter("states")

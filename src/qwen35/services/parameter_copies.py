@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from qwen35.domain.errors import CaptureError
+from qwen35.services.devices import Mark, Streams, streams_of
 from qwen35.services.scratch import empty_aligned
-from qwen35.services.streams import Mark, Streams, streams_of
 
 #: Places that are laid out ahead, so that a parameter first seen inside capture has one: two for each of 64 layers.
 AHEAD = 128

@@ -10,7 +10,7 @@ from torch import Tensor
 from qwen35.domain.errors import CaptureError, DeviceError, DtypeError, ShapeError, UnknownNameError, ValueRangeError
 from qwen35.domain.relay import PADDING_ROW, RelayField, new_fields
 from qwen35.ports.support import dtype_name
-from qwen35.services.routing import capturing
+from qwen35.services.devices import capturing
 
 
 class Relay:

@@ -15,6 +15,7 @@ from qwen35.domain.alignment import CapturedBranch, Placement
 from qwen35.domain.capabilities import Phase, reason_kind
 from qwen35.domain.errors import ContractError, UnsupportedError
 from qwen35.services.counters import Counters
+from qwen35.services.devices import capturing
 
 logger = logging.getLogger("qwen35")
 
@@ -30,12 +31,6 @@ class Decision:
     phase: Phase
     adapter: str
     reasons: tuple[str, ...] = ()
-
-
-def capturing() -> bool:
-    """Whether the current stream is being captured into a CUDA graph; never where CUDA has not been used."""
-    initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return initialized and torch.cuda.is_current_stream_capturing()
 
 
 def placement(tensor: Tensor) -> Placement:

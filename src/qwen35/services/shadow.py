@@ -28,7 +28,7 @@ from qwen35.ports.gated_delta_rule import (
 )
 from qwen35.ports.support import dtype_name
 from qwen35.services.counters import Counters
-from qwen35.services.routing import capturing
+from qwen35.services.devices import capturing
 from qwen35.services.shadow_copy import NULL_PLACE, CallCopy, copy_call, relative_error
 
 logger = logging.getLogger("qwen35")

@@ -18,8 +18,8 @@ from qwen35.ports.short_convolution import (
     ShortConvolution,
 )
 from qwen35.services.counters import Counters
-from qwen35.services.devices import on
-from qwen35.services.routing import Decision, Route, capturing
+from qwen35.services.devices import capturing, on
+from qwen35.services.routing import Decision, Route
 
 PORT = "short_convolution"
 _WINDOWS = attrgetter("windows")

@@ -19,6 +19,7 @@ from qwen35.ports.finalize_checks import (
     token_support,
 )
 from qwen35.ports.finalize_fusion import NormAndResidual
+from qwen35.services.devices import capturing
 
 NAME = "reference"
 
@@ -109,7 +110,7 @@ class ReferenceWorkspace:
     def _check_usable(self) -> None:
         if self._destroyed:
             raise ClosedError("the fusion workspace is destroyed; prepare a new one")
-        if self.signature.device_type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if self.signature.device_type == "cuda" and capturing():
             raise CaptureError("the reference finalize cannot be captured; name another adapter")
 
     def _finish(self, local: Tensor, residual: Tensor, gamma: Tensor, out: NormAndResidual | None) -> NormAndResidual:

@@ -23,6 +23,7 @@ from qwen35.ports.gated_delta_rule import (
 )
 from qwen35.ports.gdn_checks import check_commit, check_decode, check_extend, check_verify
 from qwen35.ports.support import call_support, dtype_name, plan_support
+from qwen35.services.devices import capturing
 
 L2_EPS = 1e-6
 #: softplus(x) is x itself past this, as torch and every kernel have it.
@@ -173,7 +174,7 @@ class ReferenceGatedDeltaRule:
         support = self.supports(call)
         if not support:
             raise UnsupportedError(f"{type(call).__name__} for the reference", support.reasons)
-        if call.states.is_cuda and torch.cuda.is_current_stream_capturing():
+        if capturing(call.states.device):
             raise CaptureError(f"the reference cannot be captured: {NOT_CAPTURABLE}")
 
     def _open(self) -> None:

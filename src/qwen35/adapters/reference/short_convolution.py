@@ -26,6 +26,7 @@ from qwen35.ports.short_convolution import (
     ConvVerifyCall,
 )
 from qwen35.ports.support import conv_call_support, conv_plan_support, dtype_name
+from qwen35.services.devices import capturing
 
 NOT_CAPTURABLE = "index tensors are read on the host, which waits for the device"
 
@@ -149,7 +150,7 @@ class ReferenceShortConvolution:
         support = self.supports(call)
         if not support:
             raise UnsupportedError(f"{type(call).__name__} for the reference", support.reasons)
-        if call.windows.is_cuda and torch.cuda.is_current_stream_capturing():
+        if capturing(call.windows.device):
             raise CaptureError(f"the reference cannot be captured: {NOT_CAPTURABLE}")
 
     def _open(self) -> None:

@@ -24,9 +24,9 @@ from qwen35.domain.errors import CaptureError, ConfigurationError, ContractError
 from qwen35.domain.finalize_policy import decide_all_reduce
 from qwen35.domain.finalize_signature import TOKEN_DTYPES
 from qwen35.services.counters import Counters
+from qwen35.services.devices import capturing
 from qwen35.services.finalize_choice import PORT
 from qwen35.services.finalize_fusion import FinalizeService
-from qwen35.services.routing import capturing
 
 logger = logging.getLogger("qwen35")
 

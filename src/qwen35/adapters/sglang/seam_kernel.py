@@ -18,7 +18,7 @@ from qwen35.adapters.sglang.seam_router import KernelRouter
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import UnsupportedError
 from qwen35.ports.gated_delta_rule import ExtendCall, GatedDeltaRule
-from qwen35.services.routing import capturing
+from qwen35.services.devices import capturing
 
 NULL_SLOT = 0
 

@@ -11,7 +11,7 @@ from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import CaptureError, ContractError, UnsupportedError
 from qwen35.ports.gated_delta_rule import GatedDeltaRule
 from qwen35.services.counters import Counters
-from qwen35.services.routing import capturing
+from qwen35.services.devices import capturing
 
 logger = logging.getLogger("qwen35")
 
