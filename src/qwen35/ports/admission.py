@@ -46,7 +46,9 @@ class DecodesKnown(Protocol):
 
     def decode_known(self, call: DecodeCall) -> Tensor | None:
         """``decode`` where a call of this very layout was admitted before and every address and row is as aligned as
-        ``capabilities.byte_alignment`` asks; else None, nothing written and nothing raised."""
+        ``capabilities.byte_alignment`` asks; else None, nothing written.
+
+        Raises ``CaptureError`` and ``UnsupportedError`` where ``decode`` would."""
 
 
 class Admission:

@@ -82,7 +82,9 @@ class FinalizeFusion(Protocol):
     def prepare(self, signature: WorkspaceSignature) -> FusionWorkspace:
         """Make a workspace; every rank of the group calls it, outside capture.
 
-        Compiles and allocates everything that calls of 1..max_m tokens need. Raises ``UnsupportedError``.
+        Compiles and allocates everything that calls of 1..max_m tokens need. Raises ``UnsupportedError`` for what
+        ``supports`` is against, ``CreationError`` alike on every rank where making it failed on one of them, and
+        ``AgreementError`` where a rank is lost.
         """
 
     def close(self) -> None:

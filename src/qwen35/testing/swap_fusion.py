@@ -19,7 +19,7 @@ from qwen35.domain.finalize_capabilities import FusionCapabilities, FusionClause
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.model import TensorParallel
 from qwen35.ports.finalize_fusion import FusionWorkspace, NormAndResidual
-from qwen35.services.finalize_agreement import Agreement, Agreements
+from qwen35.services.finalize_agreement import PROCESS_AGREEMENTS, Agreement
 from qwen35.services.finalize_choice import PORT, choose_fusion
 from qwen35.services.finalize_facts import device_facts
 from qwen35.services.finalize_registry import PROCESS_WORKSPACES, WorkspaceRegistry
@@ -129,7 +129,7 @@ def run(
     """
     for name in experiment.adapters:
         registry.entry(PORT, name)
-    agreement = Agreements().of(ranks.group, ranks.size)
+    agreement = PROCESS_AGREEMENTS.of(ranks.group, ranks.size)
     _agree_on(experiment, agreement)
     facts = device_facts(experiment.device)
     for row in experiment.rows:
