@@ -6,6 +6,7 @@ import argparse
 import json
 import statistics
 import sys
+from collections.abc import Mapping
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,8 @@ def compared(first: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     if "output_ids" in first and "output_ids" in run:
         row["equal_leading_ids"] = leading(first["output_ids"], run["output_ids"])
         row["same_ids"] = first["output_ids"] == run["output_ids"]
-    if "bench" in first and "bench" in run:
-        row["throughput_ratio"] = {name: round(run["bench"][name] / value, 3) for name, value in first["bench"].items()}
+    if "samples" in first and "samples" in run:
+        row["throughput_ratio"] = paired(first["samples"], run["samples"])
     if "prompt_logprobs_second" in run:
         row["second_pass"] = difference(run["prompt_logprobs"], run["prompt_logprobs_second"])
         row["second_pass_against_first_run"] = difference(first["prompt_logprobs"], run["prompt_logprobs_second"])
@@ -89,6 +90,17 @@ def compared(first: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     if any(setting.startswith("gdn_shadow=") for setting in run.get("settings", ())):
         row["divergences"] = int(sum(found))
     return row
+
+
+def paired(first: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
+    """``other`` over ``first`` round by round: the median, and the quartiles."""
+    found = {}
+    for name, values in first.items():
+        ratios = sorted(b / a for a, b in zip(values, other.get(name, ()), strict=False))
+        if ratios:
+            low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
+            found[name] = {"median": round(middle, 3), "low": round(low, 3), "high": round(high, 3)}
+    return found
 
 
 def updated(first: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:

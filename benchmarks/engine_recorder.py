@@ -50,7 +50,7 @@ class Recorder:
         keys = (mixed_qkv.shape[-1] - heads * width) // 2
         q, k, v = torch.split(mixed_qkv, [keys, keys, heads * width], dim=-1)
         q, k = (x.unflatten(-1, (-1, states.shape[-1])) for x in (q, k))
-        tokens = {"q": q, "k": k, "v": v.unflatten(-1, (heads, width))}
+        tokens = {"q": q, "k": k, "v": v.unflatten(-1, (heads, width)), "a": a, "b": b}
         return self._around(
             "decode", lambda: original(dispatcher, mixed_qkv, a, b, **given), tokens, states, given["cache_indices"]
         )
@@ -58,7 +58,7 @@ class Recorder:
     def around_decode(self, original: Callable[..., Any], dispatcher: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor,
                       b: Tensor, **given: Any) -> Any:  # fmt: skip
         """GDNKernelDispatcher.decode; SGLang calls it by names."""
-        tokens = {"q": q[0], "k": k[0], "v": v[0]}
+        tokens = {"q": q[0], "k": k[0], "v": v[0], "a": a, "b": b}
         return self._around(
             "decode", lambda: original(dispatcher, q, k, v, a, b, **given), tokens, given["ssm_states"],
             given["cache_indices"],
@@ -85,8 +85,9 @@ class Recorder:
             return call()
         layer, a, b = running
         real = sequences if offsets is None else int(offsets[-1])
-        raw = {name: x.reshape(-1, x.shape[-1]) for name, x in (("a", a), ("b", b))}
-        kept = {name: x[:real].clone() for name, x in (tokens | raw).items()}
+        raw = {"a": a, "b": b} | tokens  # a decode is given gates of its own: its layer's may still be packed
+        raw |= {name: raw[name].reshape(-1, raw[name].shape[-1]) for name in ("a", "b")}
+        kept = {name: x[:real].clone() for name, x in raw.items()}
         kept |= {"A_log": layer.A_log.detach().clone(), "dt_bias": layer.dt_bias.detach().clone()}
         kept["before"] = states[used].clone()
         result = call()

@@ -17,8 +17,7 @@ import os
 import queue
 import re
 import shlex
-import signal
-import subprocess
+import statistics
 import sys
 import tempfile
 import time
@@ -30,27 +29,15 @@ from typing import Any
 
 from engine_compare import SHOWN, document, say
 from engine_model import where_and_when
+from engine_steps import Step, run_step
 from engine_suites import MODELS, SUITES, Engine, Suite
+from engine_turns import MEASURES, ROUNDS, Turns
 
 HERE = Path(os.path.relpath(Path(__file__).parent))
 ENGINE_SCRIPT = str(HERE / "sglang_engine.py")
 #: Making a model, transformers' answer, and scripts that read recordings.
 OTHER_LIMIT_S = 240
 PORT_STEP = 1_000
-LOG_TAIL = 12
-#: No process is begun with less time left.
-LEAST_S = 30
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One process: its command, its log, the GPUs that it sees (None: as inherited) and how long it may take."""
-
-    name: str
-    command: tuple[str, ...]
-    log: Path
-    limit_s: float
-    gpus: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,45 +63,13 @@ class Places:
         return Step(name, (sys.executable, *map(self.filled, command)), log, limit_s, gpus)
 
 
-def run_step(step: Step, deadline: float = math.inf) -> dict[str, Any] | None:
-    """Run it; None where it went well, else what is to be recorded.
-
-    A step that is late, or still there at ``deadline`` (of time.monotonic), is ended with its children.
-    """
-    limit = min(step.limit_s, deadline - time.monotonic())
-    said = {"name": step.name, "command": shlex.join(["python", *step.command[1:]])}
-    if deadline - time.monotonic() < LEAST_S:
-        say(f"{step.name}: not begun, the budget is spent")
-        return {**said, "why": "the budget was spent", "log": []}
-    environment = dict(os.environ, PYTHONUNBUFFERED="1")
-    if step.gpus is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = step.gpus
-    began, late = time.monotonic(), False
-    with step.log.open("w") as log:
-        process = subprocess.Popen(step.command, stdout=log, stderr=log, env=environment, start_new_session=True)
-        try:
-            process.wait(limit)
-        except subprocess.TimeoutExpired:
-            late = True
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-    took = time.monotonic() - began
-    say(f"{step.name}: {'cut off' if late else f'exit {process.returncode}'} after {took:.0f} s")
-    if process.returncode == 0:
-        return None
-    why = f"longer than {limit:.0f} s" if late else f"exit status {process.returncode}"
-    tail = step.log.read_text(errors="replace").splitlines()[-LOG_TAIL:]
-    say("\n".join(f"    {line[:200]}" for line in tail))
-    return {**said, "why": why, "log": tail}
-
-
-def engine_step(places: Places, engine: Engine, gpus: str, port: int) -> Step:
-    """``run`` for one engine."""
+def engine_step(places: Places, engine: Engine, gpus: str, port: int, *more: str) -> Step:
+    """``run`` for one engine, with ``more`` arguments."""
     settings = ("--set", *engine.settings) if engine.settings else ()
     return places.step(
         engine.name, ENGINE_SCRIPT, "run", f"{{model:{engine.model}}}", "--out", str(places.result(engine.name)),
         "--tag", engine.name, "--plugin", engine.plugin, *settings, "--engine", *engine.engine, f"port={port}",
-        *engine.flags, limit_s=engine.limit_s, gpus=gpus,
+        *engine.flags, *more, limit_s=engine.limit_s, gpus=gpus,
     )  # fmt: skip
 
 
@@ -159,13 +114,35 @@ def run_engines(
         return [failure for failure in pool.map(one, engines) if failure is not None]
 
 
+def run_in_turn(
+    places: Places, engines: Sequence[Engine], gpus: str, first_port: int, deadline: float
+) -> list[dict[str, Any]]:
+    """All of them together on the same GPUs, timed in turn; what failed. Their results get the figures."""
+    path = Path(tempfile.mkdtemp(prefix="turns-")) / "socket"
+    steps = [
+        engine_step(places, engine, gpus, first_port + PORT_STEP * i, "--turns", str(path))
+        for i, engine in enumerate(engines)
+    ]
+    turns = Turns(steps, path, deadline)
+    turns.run(MEASURES, ROUNDS, deadline)
+    turns.end()
+    failures: list[dict[str, Any]] = turns.failures
+    for name, samples in turns.samples.items():
+        result = places.result(name)
+        if result.is_file():
+            medians = {measure: statistics.median(values) for measure, values in samples.items()}
+            whole = json.loads(result.read_text()) | {"samples": samples, "bench": medians}
+            result.write_text(json.dumps(whole, indent=1))
+    return failures
+
+
 def gpu_slots(suite: Suite, gpus: Sequence[str]) -> list[str]:
     """What CUDA_VISIBLE_DEVICES is for engines that run at the same time. Raises ``SystemExit`` for too few GPUs."""
     each = max(engine.gpus for engine in suite.engines)
     if len(gpus) < each:
         raise SystemExit(f"this suite requires {each} GPUs for one engine, got --gpus {len(gpus)}")
     slots = [",".join(gpus[i : i + each]) for i in range(0, len(gpus) - each + 1, each)]
-    return slots[:1] if suite.alone else slots
+    return slots[:1] if suite.in_turn else slots
 
 
 def write_documents(places: Places, suite: Suite, failures: list[dict[str, Any]]) -> None:
@@ -204,7 +181,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = set(args.only.split(",")) if args.only else {engine.name for engine in suite.engines}
     if unknown := names - {engine.name for engine in suite.engines}:
         raise SystemExit(f"suite {args.suite} has no engine {', '.join(sorted(unknown))}")
-    engines = [e for e in suite.engines if e.name in names and (args.again or not places.result(e.name).is_file())]
+    wanted = [engine for engine in suite.engines if engine.name in names]
+    engines = [engine for engine in wanted if args.again or not places.result(engine.name).is_file()]
+    if suite.in_turn and engines:
+        engines = wanted
     before = preparations(places, suite, engines)
     after = [places.step(script[0].removesuffix(".py"), str(HERE / script[0]), *script[1:]) for script in suite.scripts]
     if args.list:
@@ -215,7 +195,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for folder in (places.out, places.work):
         folder.mkdir(parents=True, exist_ok=True)
     failures = [failure for step in before if (failure := run_step(step, deadline)) is not None]
-    failures += run_engines(places, engines, slots, args.port, deadline)
+    if suite.in_turn:
+        failures += run_in_turn(places, engines, slots[0], args.port, deadline) if engines else []
+    else:
+        failures += run_engines(places, engines, slots, args.port, deadline)
     failures += [failure for step in after if (failure := run_step(step, deadline)) is not None]
     write_documents(places, suite, failures)
     return 1 if failures else 0

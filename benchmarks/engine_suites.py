@@ -20,7 +20,9 @@ TRITON = ("gdn_decode=triton", "gdn_extend=triton")
 FLASHINFER = ("gdn_decode=flashinfer", "gdn_extend=flashinfer")
 MIXED = ("gdn_decode=triton", "gdn_extend=flashinfer")
 STRESS = ("--stress", "200")
-BENCH = ("--bench", "--batch", "64", "--context", "9216")
+BENCH = ("--batch", "64", "--context", "9216")
+#: Engines that are timed in turn share a GPU's memory.
+BESIDE = ("max_total_tokens=73728", "mem_fraction_static=0.9")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,12 +43,12 @@ class Engine:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Suite:
     """``documents``: by name, engines that are compared with the first of them. ``truth``: transformers answers too, as
-    the engine "truth". ``alone``: one engine at a time, since it is timed. ``scripts``: run at the end."""
+    the engine "truth". ``in_turn``: all engines are up together, and are timed in turn. ``scripts``: run at the end."""
 
     engines: tuple[Engine, ...]
     documents: Mapping[str, tuple[str, ...]]
     truth: bool = False
-    alone: bool = False
+    in_turn: bool = False
     scripts: tuple[tuple[str, ...], ...] = field(default=())
 
 
@@ -70,7 +72,7 @@ _RADIX = (
     Engine(name="triton_cache", settings=TRITON, engine=_ON, flags=("--shared",)),
     Engine(name="flashinfer_cache", settings=FLASHINFER, engine=_ON, flags=("--shared",)),
     Engine(name="triton_no_buffer", settings=TRITON, flags=("--shared",),
-           engine=(*_ON, "mamba_radix_cache_strategy=no_buffer")),
+           engine=(*_ON, "mamba_radix_cache_strategy=no_buffer", "disable_overlap_schedule=true")),
 )  # fmt: skip
 _LOAD = ("--then-load", "{model:other}")
 _REFRESH = tuple(
@@ -85,32 +87,38 @@ _SHADOW = (
     Engine(name="shadowed_by_wrong", settings=(*TRITON, "gdn_shadow=wrong:1"), engine=EAGER, flags=("--extras",)),
     Engine(name="shadowed_by_flashinfer", settings=(*TRITON, "gdn_shadow=flashinfer:1"), engine=EAGER),
 )
-_DEFAULTS = (
-    Engine(name="absent", plugin="absent", flags=BENCH), Engine(name="defaults", flags=BENCH),
-    Engine(name="absent_again", plugin="absent", flags=BENCH),
-)  # fmt: skip
+_DEFAULTS = tuple(
+    Engine(name=name, plugin=plugin, engine=BESIDE, flags=BENCH)
+    for name, plugin in (("absent", "absent"), ("defaults", "on"), ("absent_again", "absent"))
+)
 _FI_DECODE, _FI_PREFILL = "linear_attn_decode_backend=flashinfer", "linear_attn_prefill_backend=flashinfer"
-_THROUGHPUT = (
-    Engine(name="sglang_triton", model="heavy", plugin="absent", flags=BENCH),
-    Engine(name="sglang_flashinfer_decode", model="heavy", plugin="absent", engine=(_FI_DECODE,), flags=BENCH),
-    Engine(name="sglang_flashinfer_prefill", model="heavy", plugin="absent", engine=(_FI_PREFILL,), flags=BENCH),
-    Engine(name="triton", model="heavy", settings=TRITON, flags=BENCH),
-    Engine(name="mixed", model="heavy", settings=MIXED, flags=BENCH),
+_THROUGHPUT = tuple(
+    Engine(name=name, model="heavy", plugin=plugin, settings=settings, engine=(*BESIDE, *engine), flags=BENCH)
+    for name, plugin, settings, engine in (
+        ("sglang_triton", "absent", (), ()),
+        ("sglang_flashinfer_decode", "absent", (), (_FI_DECODE,)),
+        ("sglang_flashinfer_prefill", "absent", (), (_FI_PREFILL,)),
+        ("triton", "on", TRITON, ()),
+        ("mixed", "on", MIXED, ()),
+    )
 )
 _UNFUSED = "enforce_disable_flashinfer_allreduce_fusion=true"
-_FUSION = (
-    Engine(name="unfused", plugin="off", engine=("tp_size=2", _UNFUSED), gpus=2, flags=("--profile", "--bench")),
-    Engine(name="triton", settings=("finalize=triton",), engine=("tp_size=2", _UNFUSED), gpus=2,
-           flags=("--profile", "--bench")),
-    Engine(name="sglang_ipc", plugin="off", engine=("tp_size=2", "flashinfer_allreduce_fusion_backend=trtllm"), gpus=2,
-           flags=("--profile", "--bench"), limit_s=480),
+_FUSION = tuple(
+    Engine(name=name, plugin=plugin, settings=settings, engine=("tp_size=2", *BESIDE, engine), gpus=2,
+           flags=("--profile", *BENCH))
+    for name, plugin, settings, engine in (
+        ("unfused", "off", (), _UNFUSED), ("triton", "on", ("finalize=triton",), _UNFUSED),
+        ("sglang_ipc", "off", (), "flashinfer_allreduce_fusion_backend=trtllm"),
+    )
 )  # fmt: skip
 #: Trees of twelve nodes, at most four to a level; drafts come from what was generated before, so prompts asked again
 #: are accepted nearly whole.
 _NGRAM = ("speculative_algorithm=NGRAM", "speculative_num_draft_tokens=12", "speculative_ngram_max_bfs_breadth=4")
-#: Chains of four by a draft model of dummy weights, of which next to nothing is accepted.
+#: Chains of four by a draft model of dummy weights, of which next to nothing is accepted. Eager: SGLang 0.5.20 wants
+#: DeepGEMM, of all things, to capture a draft's graphs.
 _NEXTN = (
-    "speculative_algorithm=NEXTN", "speculative_draft_model_path={model:small}", "speculative_draft_load_format=dummy",
+    *EAGER, "speculative_algorithm=NEXTN", "speculative_draft_model_path={model:small}",
+    "speculative_draft_load_format=dummy",
     "speculative_num_steps=3", "speculative_eagle_topk=1", "speculative_num_draft_tokens=4",
 )  # fmt: skip
 _ALL_TRITON = (*TRITON, "gdn_verify=triton")
@@ -140,14 +148,14 @@ SUITES = {
         documents={f"refresh_{name}": (f"{name}_cold", f"{name}_updated") for name in ("triton", "flashinfer")},
     ),
     "shadow": Suite(engines=_SHADOW, documents={"shadow": _all(*_SHADOW)}),
-    "defaults": Suite(engines=_DEFAULTS, documents={"defaults": _all(*_DEFAULTS)}, alone=True),
+    "defaults": Suite(engines=_DEFAULTS, documents={"defaults": _all(*_DEFAULTS)}, in_turn=True),
     "throughput": Suite(
-        engines=_THROUGHPUT, alone=True, documents={
+        engines=_THROUGHPUT, in_turn=True, documents={
             "throughput": _all(*_THROUGHPUT),
             "throughput_against_flashinfer": ("sglang_flashinfer_decode", "triton", "mixed"),
         },
     ),
-    "fusion": Suite(engines=_FUSION, documents={"fusion": _all(*_FUSION)}, alone=True),
+    "fusion": Suite(engines=_FUSION, documents={"fusion": _all(*_FUSION)}, in_turn=True),
     "spec": Suite(engines=_SPEC, documents={"spec": _all(*_SPEC)}),
     "parity": Suite(
         engines=_PARITY, documents={"parity_runs": _all(*_PARITY)}, scripts=((

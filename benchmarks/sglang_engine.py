@@ -27,7 +27,6 @@ import importlib.util
 import json
 import os
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable
@@ -40,6 +39,7 @@ from engine_model import make_model, prompts, truth, vocabulary_of, where_and_wh
 from engine_observed import counters, profile
 from engine_recorder import CALLS, DIRECTORY
 from engine_shared import shared
+from engine_turns import serve
 
 #: NCCL and torch use no NVLink multicast. SGLang: its own all-reduce is off below, and never name mnnvl or auto.
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
@@ -88,11 +88,11 @@ def run(args: argparse.Namespace) -> None:
             result["after_update"] = generated(engine, args)
         if args.stress:
             result["stress"] = engine.loop.run_until_complete(stress(engine, args))
-        if args.bench:
-            result["bench"] = bench(engine, args)
         if args.profile:
             result["kernels_by_rank"] = profile(engine, args, ranks=int(arguments.get("tp_size", 1)))
             result["kernels"] = result["kernels_by_rank"]["TP-0"]
+        if args.turns:
+            serve(args.turns, result["tag"], timed(engine, args))
         time.sleep(2)  # a period of the metrics thread
         result["counters"] = counters()
     finally:
@@ -183,9 +183,9 @@ async def stress(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def bench(engine: Any, args: argparse.Namespace) -> dict[str, float]:
-    """Tokens a second: decode by the difference of two lengths, prefill by prompts of one new token; medians."""
-    vocabulary, found = vocabulary_of(args.model), {}
+def timed(engine: Any, args: argparse.Namespace) -> Callable[..., float]:
+    """Seconds of one batch of prompts."""
+    vocabulary = vocabulary_of(args.model)
 
     def seconds(batch: int, length: int, new: int, seed: int) -> float:
         ids = prompts(vocabulary, (length,) * batch, seed)
@@ -193,16 +193,7 @@ def bench(engine: Any, args: argparse.Namespace) -> dict[str, float]:
         engine.generate(input_ids=ids, sampling_params={"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True})
         return time.perf_counter() - began
 
-    def median(of: Callable[[int], float], rounds: int = 5) -> float:
-        of(0)
-        return statistics.median(of(1 + i) for i in range(rounds))
-
-    for batch in (b for b in (1, 8, 64) if b <= args.batch):
-        step = median(lambda seed, b=batch: (seconds(b, 128, 136, seed) - seconds(b, 128, 8, seed)) / 128)  # type: ignore[misc]
-        found[f"decode tokens/s, batch {batch}"] = batch / step
-    for length in (n for n in (128, 8192) if n < args.context):
-        found[f"prefill tokens/s, {length} tokens"] = length / median(lambda seed, n=length: seconds(1, n, 1, seed))  # type: ignore[misc]
-    return found
+    return seconds
 
 
 def parser() -> argparse.ArgumentParser:
@@ -243,7 +234,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--record-calls", type=int, default=8, help="of each layer and phase")
     one.add_argument("--extras", action="store_true", help="bring the adapter 'wrong'")
     one.add_argument("--stress", type=int, default=0, metavar="REQUESTS")
-    one.add_argument("--bench", action="store_true")
+    one.add_argument("--turns", default="", metavar="SOCKET", help="answer what engine_turns.py asks for")
     one.add_argument("--profile", action="store_true")
     one = command("compare", compare)
     one.add_argument("results", nargs="+")

@@ -1,0 +1,136 @@
+"""Engines that are up together and timed in turn, so that what changes about the machine changes for all of them.
+
+The driver listens on a Unix socket. ``sglang_engine.py run --turns SOCKET`` connects when its engine is up, says its
+tag, and times the generations that it is asked for, a JSON object a line, until the driver hangs up.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from engine_compare import say
+from engine_steps import Running, Step
+
+#: Timed after one round that is thrown away.
+ROUNDS = 15
+#: The longest that one generation may take, and that an engine may take to end.
+ANSWER_S, END_S = 60.0, 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """Tokens a second of decode by the difference of two lengths, or of prefill by prompts of one new token."""
+
+    batch: int
+    length: int
+    long: int = 1
+    short: int = 0
+
+    @property
+    def name(self) -> str:
+        """As documents have it."""
+        if self.short:
+            return f"decode tokens/s, batch {self.batch}"
+        return f"prefill tokens/s, {self.length} tokens"
+
+    def of(self, seconds: Callable[[int], float]) -> float:
+        """``seconds`` of a number of new tokens."""
+        if not self.short:
+            return self.batch * self.length / seconds(self.long)
+        return self.batch * (self.long - self.short) / (seconds(self.long) - seconds(self.short))
+
+
+MEASURES = (
+    *(Measure(batch, 128, long=136, short=8) for batch in (1, 8, 64)), Measure(1, 128), Measure(1, 8192),
+)  # fmt: skip
+
+
+def serve(path: str, tag: str, seconds: Callable[..., float]) -> None:
+    """The engine's side: answer with ``seconds(batch=, length=, new=, seed=)`` of each line."""
+    with socket.socket(socket.AF_UNIX) as line:
+        line.connect(path)
+        with line.makefile("rw") as talk:
+            tell(talk, tag)
+            for asked in talk:
+                tell(talk, seconds(**json.loads(asked)))
+
+
+def tell(talk: TextIO, what: Any) -> None:
+    """One line."""
+    talk.write(json.dumps(what) + "\n")
+    talk.flush()
+
+
+class Turns:
+    """The driver's side. ``samples``: by engine and measure, one of each round."""
+
+    def __init__(self, steps: Sequence[Step], path: Path, deadline: float) -> None:
+        self.failures: list[dict[str, Any]] = []
+        self.samples: dict[str, dict[str, list[float]]] = {}
+        self._talks: dict[str, TextIO] = {}
+        path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind(str(path))
+            server.listen()
+            server.settimeout(0.5)
+            self._running = {step.name: Running(step) for step in steps}
+            self._meet(server, deadline)
+        path.unlink(missing_ok=True)
+
+    def _meet(self, server: socket.socket, deadline: float) -> None:
+        """Until every engine that lives is up, or late."""
+
+        def awaited(one: Running) -> bool:
+            until = min(deadline, one.began + one.step.limit_s)
+            return one.step.name not in self._talks and one.alive and time.monotonic() < until
+
+        while any(awaited(one) for one in self._running.values()):
+            try:
+                line, _ = server.accept()
+            except TimeoutError:
+                continue
+            line.settimeout(ANSWER_S)
+            talk = line.makefile("rw")
+            tag = json.loads(talk.readline())
+            self._talks[tag] = talk
+            say(f"{tag}: up after {time.monotonic() - self._running[tag].began:.0f} s")
+
+    def run(self, measures: Sequence[Measure], rounds: int, deadline: float) -> None:
+        """Every measure of every engine, round after round; whoever was first is last in the next round."""
+        for number in range(rounds + 1):
+            names = [name for name in self._running if name in self._talks]
+            for measure in measures:
+                for name in names[number % len(names) :] + names[: number % len(names)]:
+                    if name in self._talks and time.monotonic() < deadline:
+                        self._take(name, measure, number)
+
+    def _take(self, name: str, measure: Measure, number: int) -> None:
+        talk = self._talks[name]
+
+        def seconds(new: int) -> float:
+            tell(talk, {"batch": measure.batch, "length": measure.length, "new": new, "seed": number})
+            return float(json.loads(talk.readline()))
+
+        try:
+            taken = measure.of(seconds)
+        except (OSError, ValueError) as error:
+            self.failures.append(self._running[name].step.failed(f"{measure.name}: {error!r}"))
+            del self._talks[name]
+            return
+        if number:
+            self.samples.setdefault(name, {}).setdefault(measure.name, []).append(taken)
+
+    def end(self) -> None:
+        """Hang up, and wait for what the engines still do."""
+        for talk in self._talks.values():
+            talk.close()
+        late = time.monotonic() + END_S
+        for name, one in self._running.items():
+            failure = one.end(late - time.monotonic() if name in self._talks else 0.0)
+            self.failures += [failure] if failure else []

@@ -1,0 +1,66 @@
+"""Engines that are timed in turn: all are asked the same in every round, and who fails stops no other."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from ast import literal_eval
+from pathlib import Path
+
+import engine_turns
+from engine_compare import paired
+from engine_steps import Step
+from engine_turns import Measure, Turns
+
+BENCHMARKS = Path(engine_turns.__file__).parent
+
+#: An engine of 10 ms a token and ``slow`` times that; the third answer ends it where ``dies``.
+ENGINE = """
+import sys
+sys.path.insert(0, {folder!r})
+from engine_turns import serve
+answers = []
+def seconds(batch, length, new, seed):
+    answers.append((batch, length, new, seed))
+    if {dies} and len(answers) > 2:
+        raise SystemExit(3)
+    return {slow} * 0.01 * (new + length / 100)
+serve({path!r}, {tag!r}, seconds)
+print(answers)
+"""
+
+
+def engine(folder: Path, path: Path, tag: str, slow: float = 1.0, *, dies: bool = False) -> Step:
+    code = ENGINE.format(folder=str(BENCHMARKS), path=str(path), tag=tag, slow=slow, dies=dies)
+    return Step(tag, (sys.executable, "-c", code), folder / f"{tag}.log", 30.0)
+
+
+def test_engines_are_asked_in_turn_and_compared_round_by_round(tmp_path: Path) -> None:
+    path = Path(tempfile.mkdtemp()) / "socket"
+    steps = [
+        engine(tmp_path, path, "plain"), engine(tmp_path, path, "slow", 2.0), engine(tmp_path, path, "dies", dies=True),
+        Step("absent", (sys.executable, "-c", "raise SystemExit('no such model')"), tmp_path / "absent.log", 30.0),
+    ]  # fmt: skip
+    turns = Turns(steps, path, time.monotonic() + 60)
+    turns.run((Measure(2, 100, long=11, short=1), Measure(1, 200)), 3, time.monotonic() + 60)
+    turns.end()
+    decode, prefill = "decode tokens/s, batch 2", "prefill tokens/s, 200 tokens"
+    assert {name: len(values) for name, values in turns.samples["plain"].items()} == {decode: 3, prefill: 3}
+    assert abs(turns.samples["plain"][decode][0] - 2 * 10 / 0.1) < 1e-6
+    assert abs(turns.samples["plain"][prefill][0] - 200 / 0.03) < 1e-6
+    ratio = paired(turns.samples["plain"], turns.samples["slow"])
+    assert ratio[decode] == ratio[prefill] == {"median": 0.5, "low": 0.5, "high": 0.5}
+    assert sorted({failure["name"] for failure in turns.failures}) == ["absent", "dies"]
+    said = literal_eval((tmp_path / "plain.log").read_text())  # the program above printed it
+    assert said == literal_eval((tmp_path / "slow.log").read_text()), "every engine is given the same prompts"
+    assert len({seed for *_, seed in said}) == 4, "and new ones in every round"
+
+
+def test_a_round_that_is_late_is_left_out(tmp_path: Path) -> None:
+    path = Path(tempfile.mkdtemp()) / "socket"
+    turns = Turns([engine(tmp_path, path, "plain")], path, time.monotonic() + 60)
+    turns.run((Measure(1, 100),), 3, time.monotonic())
+    turns.end()
+    assert turns.samples == {}
+    assert turns.failures == []
