@@ -5,14 +5,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwen35.adapters._kernels.rows import IndexLaunch, ZeroLaunch
 from qwen35.ports.gdn_calls import CommitCall, Gates, LogGates
 
 
 class TorchRows:
-    """Every operation counts as one launch in ``launches``, in the order they were asked for."""
+    """Every operation counts as one launch in ``launches``, in the order they were asked for.
+
+    ``streams``: those that kept launches were told.
+    """
 
     def __init__(self) -> None:
         self.launches: list[str] = []
+        self.streams: list[int] = []
 
     def index(
         self, slots: Tensor, write_slots: Tensor | None, read: Tensor, write: Tensor, *, read_padding: int,
@@ -25,6 +30,28 @@ class TorchRows:
         write.copy_(torch.where((slots < 0) | (target < 0), write_padding, target))
         if a is not None and dt_bias is not None and clamped is not None:
             clamped.copy_(torch.minimum(a.float(), limit - dt_bias.float()))
+
+    def kept_index(self, *, read_padding: int, write_padding: int, limit: float) -> IndexLaunch:
+        def launch(
+            slots: Tensor, write_slots: Tensor | None, read: Tensor, write: Tensor, a: Tensor | None,
+            dt_bias: Tensor | None, clamped: Tensor | None, stream: int,
+        ) -> None:  # fmt: skip
+            self.streams.append(stream)
+            if a is not None and clamped is not None and a.dim() == 2:
+                a, clamped = a.unsqueeze(1), clamped.view(a.shape[0], 1, a.shape[1])
+            self.index(
+                slots, write_slots, read, write, read_padding=read_padding, write_padding=write_padding, a=a,
+                dt_bias=dt_bias, clamped=clamped, limit=limit,
+            )  # fmt: skip
+
+        return launch
+
+    def kept_zero_rows(self) -> ZeroLaunch:
+        def launch(out: Tensor, slots: Tensor, stream: int) -> None:
+            self.streams.append(stream)
+            self.zero_rows(out, slots)
+
+        return launch
 
     def zero_rows(self, out: Tensor, slots: Tensor) -> None:
         self.launches.append("zero_rows")

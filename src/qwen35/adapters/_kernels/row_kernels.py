@@ -6,7 +6,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch
 from qwen35.adapters._kernels.prefill_kernels import launch_prefill_inputs
+from qwen35.adapters._kernels.rows import IndexLaunch, ZeroLaunch
 from qwen35.ports.gdn_calls import CommitCall, Gates
 
 #: Elements of one program of a row copy: 16 KiB of float32, so that a slot of 2 MiB spreads over 128 programs.
@@ -15,9 +17,14 @@ BLOCK = 4096
 RANGE_PROGRAMS = 32
 
 
-@triton.jit
-def _index(
-    slots, write_slots, read, write, read_padding, write_padding, a, dt_bias, clamped, stride_row, stride_token,
+_INDEX_POINTERS = ["slots", "write_slots", "read", "write", "a", "dt_bias", "clamped"]
+
+
+@triton.jit(
+    do_not_specialize=["read_padding", "write_padding"], do_not_specialize_on_alignment=_INDEX_POINTERS
+)  # fmt: skip
+def index_kernel(
+    slots, write_slots, read, write, a, dt_bias, clamped, read_padding, write_padding, stride_row, stride_token,
     count, limit, HEADS: tl.constexpr, HAS_WRITE: tl.constexpr, CLAMP: tl.constexpr, BLOCK_A: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -40,8 +47,8 @@ def _index(
             tl.store(clamped + row * count + at, x.to(clamped.dtype.element_ty), mask=inside)
 
 
-@triton.jit
-def _zero_rows(out, slots, stride_row, stride_token, stride_head, count, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+@triton.jit(do_not_specialize_on_alignment=["slots"])
+def zero_rows_kernel(out, slots, stride_row, stride_token, stride_head, count, HEADS: tl.constexpr, WIDTH: tl.constexpr,
                BLOCK_E: tl.constexpr):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     if tl.load(slots + row) >= 0:
@@ -129,6 +136,62 @@ def _commit(states, intermediates, slots, rows, last, stride_slot, stride_row, s
     tl.store(states + slot * stride_slot + at, x.to(states.dtype.element_ty), mask=inside)
 
 
+class TritonIndex:
+    """See ``IndexLaunch``."""
+
+    __slots__ = ("_launch", "_limit", "_paddings")
+
+    def __init__(self, read_padding: int, write_padding: int, limit: float) -> None:
+        self._paddings, self._limit = (read_padding, write_padding), limit
+        self._launch: KeptLaunch | None = None
+
+    def __call__(
+        self, slots: Tensor, write_slots: Tensor | None, read: Tensor, write: Tensor, a: Tensor | None,
+        dt_bias: Tensor | None, clamped: Tensor | None, stream: int,
+    ) -> None:  # fmt: skip
+        """See ``IndexLaunch``."""
+        launch = self._launch
+        if launch is None:
+            launch = self._launch = self._like(slots, write_slots, a if clamped is not None else None)
+        tensors = (
+            slots, slots if write_slots is None else write_slots, read, write, slots if a is None else a,
+            slots if dt_bias is None else dt_bias, slots if clamped is None else clamped,
+        )  # fmt: skip
+        launch(True, tensors, stream)
+
+    def _like(self, slots: Tensor, write_slots: Tensor | None, a: Tensor | None) -> KeptLaunch:
+        heads, count, strides = 1, 0, (0, 0)
+        if a is not None:
+            heads, count = a.shape[-1], a[0].numel()
+            strides = a.stride(0), a.stride(1) if a.dim() == 3 else 0
+        block = min(1024, max(32, triton.next_power_of_2(count)))
+        rest = (*self._paddings, *strides, count, self._limit, heads, write_slots is not None, a is not None, block)
+        return KeptLaunch(index_kernel, (slots.shape[0], 1, 1), rest, num_warps=1)
+
+
+class TritonZeroRows:
+    """See ``ZeroLaunch``."""
+
+    __slots__ = ("_launch",)
+
+    def __init__(self) -> None:
+        self._launch: KeptLaunch | None = None
+
+    def __call__(self, out: Tensor, slots: Tensor, stream: int) -> None:
+        """See ``ZeroLaunch``."""
+        launch = self._launch
+        if launch is None:
+            launch = self._launch = self._like(out)
+        launch(not out.data_ptr() & LOW_BITS, (out, slots), stream)
+
+    def _like(self, out: Tensor) -> KeptLaunch:
+        heads, width = out.shape[-2:]
+        count = out[0].numel()
+        strides = out.stride(0), out.stride(1) if out.dim() == 4 else 0, out.stride(-2)
+        grid = out.shape[0], triton.cdiv(count, BLOCK), 1
+        return KeptLaunch(zero_rows_kernel, grid, (*strides, count, heads, width, BLOCK))
+
+
 class TritonRows:
     """See ``RowOperations``."""
 
@@ -138,24 +201,19 @@ class TritonRows:
         limit: float = 0.0,
     ) -> None:  # fmt: skip
         """See ``RowOperations``."""
-        clamp = a is not None and clamped is not None
-        heads, count, strides = 1, 0, (0, 0)
-        if a is not None and clamp:
-            heads, count, strides = a.shape[2], a.shape[1] * a.shape[2], (a.stride(0), a.stride(1))
-        _index[(slots.shape[0],)](
-            slots, slots if write_slots is None else write_slots, read, write, read_padding, write_padding,
-            slots if a is None else a, slots if dt_bias is None else dt_bias, slots if clamped is None else clamped,
-            *strides, count, limit, HEADS=heads, HAS_WRITE=write_slots is not None, CLAMP=clamp,
-            BLOCK_A=min(1024, max(32, triton.next_power_of_2(count))), num_warps=1,
-        )  # fmt: skip
+        TritonIndex(read_padding, write_padding, limit)(slots, write_slots, read, write, a, dt_bias, clamped, 0)
+
+    def kept_index(self, *, read_padding: int, write_padding: int, limit: float) -> IndexLaunch:
+        """See ``RowOperations``."""
+        return TritonIndex(read_padding, write_padding, limit)
 
     def zero_rows(self, out: Tensor, slots: Tensor) -> None:
         """See ``RowOperations``."""
-        batch, tokens, heads, width = out.shape
-        count = tokens * heads * width
-        _zero_rows[(batch, triton.cdiv(count, BLOCK))](
-            out, slots, *out.stride()[:3], count, HEADS=heads, WIDTH=width, BLOCK_E=BLOCK
-        )
+        TritonZeroRows()(out, slots, 0)
+
+    def kept_zero_rows(self) -> ZeroLaunch:
+        """See ``RowOperations``."""
+        return TritonZeroRows()
 
     def zero_ranges(self, rows: Tensor, offsets: Tensor, slots: Tensor) -> None:
         """See ``RowOperations``."""

@@ -9,6 +9,24 @@ from torch import Tensor
 from qwen35.ports.gdn_calls import CommitCall, Gates
 
 
+class IndexLaunch(Protocol):
+    """``RowOperations.index`` for tensors that differ from those of the first call in nothing but addresses."""
+
+    def __call__(
+        self, slots: Tensor, write_slots: Tensor | None, read: Tensor, write: Tensor, a: Tensor | None,
+        dt_bias: Tensor | None, clamped: Tensor | None, stream: int,
+    ) -> None:  # fmt: skip
+        """``a`` and ``clamped`` may lack the dimension of tokens. ``stream``: the current one of the tensors' device,
+        by ``services.devices.current_stream``."""
+
+
+class ZeroLaunch(Protocol):
+    """``RowOperations.zero_rows`` for tensors that differ from those of the first call in nothing but addresses."""
+
+    def __call__(self, out: Tensor, slots: Tensor, stream: int) -> None:
+        """``out`` may lack the dimension of tokens. ``stream``: as for ``IndexLaunch``."""
+
+
 class RowOperations(Protocol):
     """Each is one launch, legal inside CUDA graph capture, and waits for nothing.
 
@@ -24,8 +42,14 @@ class RowOperations(Protocol):
         either the slot or the write slot is -1. With ``clamped`` (dense, a's shape [B, T, HV]) also fill that with
         ``min(a, limit - dt_bias)``."""
 
+    def kept_index(self, *, read_padding: int, write_padding: int, limit: float) -> IndexLaunch:
+        """``index`` for calls of one layout: what the first finds out costs those after it no time."""
+
     def zero_rows(self, out: Tensor, slots: Tensor) -> None:
         """Zero ``out[i]`` ([B, T, HV, V], last dimension contiguous) where ``slots[i]`` is -1."""
+
+    def kept_zero_rows(self) -> ZeroLaunch:
+        """``zero_rows`` for calls of one layout: what the first finds out costs those after it no time."""
 
     def zero_ranges(self, rows: Tensor, offsets: Tensor, slots: Tensor) -> None:
         """Zero rows ``offsets[i]`` to ``offsets[i + 1] - 1`` of the dense ``rows`` where ``slots[i]`` is -1."""
