@@ -1,6 +1,7 @@
 """Runs a suite of engines one after another, or one on each GPU, and compares them.
 
     python benchmarks/engine_suite.py small --out DIR [--gpus 2] [--only off,triton] [--budget 580] [--list]
+    python benchmarks/engine_suite.py throughput --out DIR [--rounds 15] [--after FILE]
 
 Suites: small, radix, refresh, shadow, defaults, throughput, fusion (two GPUs), spec, parity; engine_suites.py has
 what they run. DIR gets a result and a log of each engine, and the documents ``engine_NAME.json`` that are to be
@@ -115,16 +116,18 @@ def run_engines(
 
 
 def run_in_turn(
-    places: Places, engines: Sequence[Engine], gpus: str, first_port: int, deadline: float
+    places: Places, engines: Sequence[Engine], gpus: str, args: argparse.Namespace, deadline: float
 ) -> list[dict[str, Any]]:
     """All of them together on the same GPUs, timed in turn; what failed. Their results get the figures."""
     path = Path(tempfile.mkdtemp(prefix="turns-")) / "socket"
     steps = [
-        engine_step(places, engine, gpus, first_port + PORT_STEP * i, "--turns", str(path))
+        engine_step(places, engine, gpus, args.port + PORT_STEP * i, "--turns", str(path))
         for i, engine in enumerate(engines)
     ]
     turns = Turns(steps, path, deadline)
-    turns.run(MEASURES, ROUNDS, deadline)
+    while args.after and not args.after.exists() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    turns.run(MEASURES, args.rounds, deadline)
     turns.end()
     failures: list[dict[str, Any]] = turns.failures
     for name, samples in turns.samples.items():
@@ -173,6 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=31_000, help="the first; another for each suite that runs beside")
     parser.add_argument("--only", default="", help="engines by name, separated by commas")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="for everything together")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="of engines that are timed in turn")
+    parser.add_argument("--after", type=Path, metavar="FILE", help="time nothing before it is there: other work's end")
     parser.add_argument("--again", action="store_true", help="also engines whose results are there")
     parser.add_argument("--list", action="store_true", help="say the commands and run nothing")
     args = parser.parse_args(arguments)
@@ -196,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         folder.mkdir(parents=True, exist_ok=True)
     failures = [failure for step in before if (failure := run_step(step, deadline)) is not None]
     if suite.in_turn:
-        failures += run_in_turn(places, engines, slots[0], args.port, deadline) if engines else []
+        failures += run_in_turn(places, engines, slots[0], args, deadline) if engines else []
     else:
         failures += run_engines(places, engines, slots, args.port, deadline)
     failures += [failure for step in after if (failure := run_step(step, deadline)) is not None]
