@@ -7,6 +7,7 @@ from operator import attrgetter
 
 from torch import Tensor
 
+from qwen35.adapters._kernels.rows import IndexLaunch, ZeroLaunch
 from qwen35.adapters.flashinfer.index_scratch import IndexPlaces
 from qwen35.adapters.flashinfer.mends import ALIGNMENT, Mend
 from qwen35.domain.capabilities import Phase
@@ -25,8 +26,8 @@ _TENSORS = {
 
 @dataclass(frozen=True, slots=True)
 class AdmittedVerify:
-    """What is settled about a verify call by its shapes: the detours, the plan they were decided under, and index
-    scratch where they take it."""
+    """What is settled about a verify call by its shapes: the detours, the plan they were decided under, and the
+    launches and index scratch that they take."""
 
     mend: Mend
     plan: GdnPlan
@@ -34,6 +35,8 @@ class AdmittedVerify:
     scale: float
     empty: bool
     places: IndexPlaces | None
+    index: IndexLaunch
+    zero: ZeroLaunch
 
 
 def phase_of(call: StepCall) -> Phase:

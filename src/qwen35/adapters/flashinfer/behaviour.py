@@ -22,7 +22,7 @@ SENTINEL = 3.0
 def measure_decode(kernels: FlashInferKernels, plan: GdnPlan) -> Behaviour:
     """One decode of a live row (slot 1) and a padded one over a pool of two."""
     step, states, slots = _two_rows(plan, 1)
-    run_decode(decode_kernel(kernels), step, states, read=slots, write=None)
+    run_decode(decode_kernel(kernels, plan.state_dtype), step, states, read=slots, write=None)
     kept = bool((states[0] == SENTINEL).all()) and bool((step.out[1] == 0).all())
     return Behaviour(skips_padding=kept, finite_softplus=_finite(step.out[0], states[1]))
 
@@ -34,9 +34,7 @@ def measure_verify(kernels: FlashInferKernels, plan: GdnPlan) -> Behaviour:
     run_verify(kernels, step, states, read=slots, nodes=nodes)
     if not bool((states == SENTINEL).all()):
         raise UnsupportedError("FlashInfer verify", ["this release writes the state pool with disable_state_update"])
-    return Behaviour(
-        skips_padding=bool((nodes[1] == SENTINEL).all()), finite_softplus=_finite(step.out[0], nodes[0])
-    )
+    return Behaviour(skips_padding=bool((nodes[1] == SENTINEL).all()), finite_softplus=_finite(step.out[0], nodes[0]))
 
 
 def _two_rows(plan: GdnPlan, tokens: int) -> tuple[Step, Tensor, Tensor]:

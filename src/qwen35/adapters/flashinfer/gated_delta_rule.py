@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
 
@@ -69,7 +68,7 @@ class FlashInferGatedDeltaRule:
         stream_of: Callable[[torch.device], int] = current_stream,
     ) -> None:  # fmt: skip
         self.capabilities = capabilities_of(kernels, platform)
-        self._kernels, self._rows, self._decode = kernels, rows, decode_kernel(kernels)
+        self._kernels, self._rows = kernels, rows
         self._platform, self._split = platform, options.prefill_split
         self._stream_of, self._parameters = stream_of, ParameterCopies(ALIGNMENT)
         self._scratch = Scratch(stream_of=stream_of)
@@ -158,15 +157,17 @@ class FlashInferGatedDeltaRule:
             q=call.q, k=call.k, v=call.v, a=gates.a, b=gates.b, A_log=float32(self._parameters, gates.A_log),
             dt_bias=float32(self._parameters, gates.dt_bias), scale=admitted.scale, out=out,
         )  # fmt: skip
-        read = call.slots
+        read, stream = call.slots, self._stream_of(call.slots.device)
         if admitted.places is not None:
-            read, step = self._index(call, step, admitted.mend, admitted.places(call))
+            to = admitted.places(call, stream)
+            admitted.index(call.slots, None, to.read, to.write, step.a, step.dt_bias, to.clamped, stream)
+            read, step.a = to.read, step.a if to.clamped is None else to.clamped
         nodes = self._nodes(call, admitted)
         run_verify(self._kernels, step, call.states, read=read, nodes=nodes)
         if admitted.mend.scratch:
             self._rows.scatter_nodes(nodes, call.intermediates, call.slots, call.rows)
         if admitted.mend.zero:
-            self._rows.zero_rows(out, call.slots)
+            admitted.zero(out, call.slots, stream)
         return out
 
     def extend(self, call: ExtendCall) -> ExtendResult:
@@ -225,7 +226,10 @@ class FlashInferGatedDeltaRule:
         mend, _ = self._settle(call)
         gates = raw_gates(call)
         parameters = Float32(self._parameters, gates.A_log), Float32(self._parameters, gates.dt_bias)
-        known = KnownDecode(call, gates, mend, self._decode, self._rows, parameters, self._places(call, mend, 1))
+        known = KnownDecode(
+            call, gates, mend, decode_kernel(self._kernels, call.states.dtype), self._rows, parameters,
+            self._places(call, mend, 1), self._stream_of,
+        )  # fmt: skip
         remembered = call.states.is_cuda and not off
         if remembered:
             if len(self._known) >= MAX_ADMITTED:
@@ -249,7 +253,11 @@ class FlashInferGatedDeltaRule:
             mend, plan = self._settle(call)
             scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
             places = self._places(call, mend, call.q.shape[1])
-            admitted = AdmittedVerify(mend, plan, mend.branch, scale, 0 in call.q.shape, places)
+            index = self._rows.kept_index(
+                read_padding=mend.read_padding, write_padding=mend.write_padding, limit=SOFTPLUS_LIMIT
+            )
+            zero, empty = self._rows.kept_zero_rows(), 0 in call.q.shape
+            admitted = AdmittedVerify(mend, plan, mend.branch, scale, empty, places, index, zero)
             if call.states.is_cuda and not off:
                 if len(self._admitted) >= MAX_ADMITTED:
                     self._admitted.clear()
@@ -270,18 +278,10 @@ class FlashInferGatedDeltaRule:
         if not support:
             raise UnsupportedError(f"{type(call).__name__} for FlashInfer", support.reasons)
 
-    def _index(self, call: VerifyCall, step: Step, mend: Mend, to: IndexScratch) -> tuple[Tensor, Step]:
-        """Slots to read, and the step with its gate inputs, after one launch."""
-        self._rows.index(
-            call.slots, None, to.read, to.write, read_padding=mend.read_padding, write_padding=mend.write_padding,
-            a=step.a, dt_bias=step.dt_bias, clamped=to.clamped, limit=SOFTPLUS_LIMIT,
-        )  # fmt: skip
-        return to.read, step if to.clamped is None else replace(step, a=to.clamped)
-
     def _places(self, call: StepCall, mend: Mend, tokens: int) -> IndexPlaces | None:
         if not mend.index:
             return None
-        return IndexPlaces(partial(self._index_scratch, mend=mend, tokens=tokens), call.slots.device, self._stream_of)
+        return IndexPlaces(partial(self._index_scratch, mend=mend, tokens=tokens), call.slots.device)
 
     def _index_scratch(self, call: StepCall, mend: Mend, tokens: int) -> IndexScratch:
         """Where the index launch of ``call``, on the current stream, writes."""

@@ -29,18 +29,14 @@ class IndexPlaces:
     It is found once and remembered, but for calls inside capture, by which scratch learns what a graph holds.
     """
 
-    __slots__ = ("_device", "_make", "_places", "_stream_of")
+    __slots__ = ("_device", "_make", "_places")
 
-    def __init__(
-        self, make: Callable[[_Call], IndexScratch], device: torch.device,
-        stream_of: Callable[[torch.device], int],
-    ) -> None:  # fmt: skip
-        self._make, self._device, self._stream_of = make, device, stream_of
+    def __init__(self, make: Callable[[_Call], IndexScratch], device: torch.device) -> None:
+        self._make, self._device = make, device
         self._places: dict[int, IndexScratch] = {}
 
-    def __call__(self, call: _Call) -> IndexScratch:
-        """Where the index launch of ``call`` writes."""
-        stream = self._stream_of(self._device)
+    def __call__(self, call: _Call, stream: int) -> IndexScratch:
+        """Where the index launch of ``call`` writes. ``stream``: the current one."""
         place = self._places.get(stream)
         if place is None or capturing(self._device):
             place = self._places[stream] = self._make(call)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from qwen35.adapters._kernels.rows import RowOperations
-from qwen35.adapters.flashinfer.index_scratch import IndexPlaces, IndexScratch
+from qwen35.adapters.flashinfer.index_scratch import IndexPlaces
 from qwen35.adapters.flashinfer.mends import ALIGNMENT, SOFTPLUS_LIMIT, Mend
 from qwen35.adapters.flashinfer.parameters import Float32
-from qwen35.adapters.flashinfer.release import Kernel
+from qwen35.adapters.flashinfer.steps import DecodeKernel
 from qwen35.domain.alignment import misalignment
 from qwen35.ports._layout import LayoutCheck, layout_check
 from qwen35.ports.gdn_calls import DecodeCall, RawGates
@@ -27,11 +28,16 @@ class KnownDecode:
     """
 
     def __init__(
-        self, call: DecodeCall, gates: RawGates, mend: Mend, kernel: Kernel, rows: RowOperations,
-        parameters: tuple[Float32, Float32], places: IndexPlaces | None,
+        self, call: DecodeCall, gates: RawGates, mend: Mend, kernel: DecodeKernel, rows: RowOperations,
+        parameters: tuple[Float32, Float32], places: IndexPlaces | None, stream_of: Callable[[torch.device], int],
     ) -> None:  # fmt: skip
-        self.mend, self.branch = mend, mend.branch
-        self._kernel, self._rows, self._places = kernel, rows, places
+        self.branch = mend.branch
+        self._kernel, self._places = kernel, places
+        self._index = rows.kept_index(
+            read_padding=mend.read_padding, write_padding=mend.write_padding, limit=SOFTPLUS_LIMIT
+        )
+        self._zero = rows.kept_zero_rows() if mend.zero else None
+        self._stream_of, self._device = stream_of, call.slots.device
         self._A_log, self._dt_bias = parameters
         self._given_scale = call.scale
         self._scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
@@ -78,32 +84,27 @@ class KnownDecode:
         if self._empty:
             return out
         A_log, dt_bias = self._A_log(gates.A_log), self._dt_bias(gates.dt_bias)
+        slots, zero, places = call.slots, self._zero, self._places
+        read, write, clamped, stream = slots, None, None, 0
+        if zero is not None or places is not None:
+            stream = self._stream_of(self._device)
+        if places is not None:
+            place = places(call, stream)
+            read, clamped = place.read, place.clamped
+            self._index(slots, call.write_slots, read, place.write, gates.a, dt_bias, clamped, stream)
+            if not self._writes_read:
+                write = place.write
         if self._one_row:  # the same tensors, made in less time
-            q, k, v, a, b, rows = call.q[None], call.k[None], v[None], gates.a[None], gates.b[None], out[None]
+            q, k, v, b, rows = call.q[None], call.k[None], v[None], gates.b[None], out[None]
+            a = gates.a[None] if clamped is None else clamped
         else:
             q, k, v = call.q.unsqueeze(1), call.k.unsqueeze(1), v.unsqueeze(1)
-            a, b, rows = gates.a.unsqueeze(1), gates.b.unsqueeze(1), out.unsqueeze(1)
-        read, write = call.slots, None
-        if self._places is not None:
-            a, read, write = self._index(call, a, dt_bias, self._places(call))
-        self._kernel(
-            q=q, k=k, v=v, state=None, A_log=A_log, a=a, dt_bias=dt_bias, b=b, scale=self._scale, output=rows,
-            use_qk_l2norm=True, initial_state=call.states, initial_state_indices=read, output_state_indices=write,
-        )  # fmt: skip
-        if self.mend.zero:
-            self._rows.zero_rows(rows, call.slots)
+            b, rows = gates.b.unsqueeze(1), out.unsqueeze(1)
+            a = gates.a.unsqueeze(1) if clamped is None else clamped
+        self._kernel(q, k, v, a, b, A_log, dt_bias, self._scale, rows, call.states, read, write)
+        if zero is not None:
+            zero(out, slots, stream)
         return out
-
-    def _index(
-        self, call: DecodeCall, a: Tensor, dt_bias: Tensor, scratch: IndexScratch
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Gate inputs, slots to read and slots to write (None: the same) after one launch."""
-        mend, clamped = self.mend, scratch.clamped
-        self._rows.index(
-            call.slots, call.write_slots, scratch.read, scratch.write, read_padding=mend.read_padding,
-            write_padding=mend.write_padding, a=a, dt_bias=dt_bias, clamped=clamped, limit=SOFTPLUS_LIMIT,
-        )  # fmt: skip
-        return a if clamped is None else clamped, scratch.read, None if call.write_slots is None else scratch.write
 
 
 def _tensors(call: DecodeCall, gates: RawGates) -> tuple[Tensor, ...]:

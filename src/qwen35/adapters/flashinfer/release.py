@@ -48,6 +48,12 @@ REQUIRED: Mapping[str, Required] = MappingProxyType({
     ),
 })  # fmt: skip
 
+#: What we call where a release has it, for less of the host's time: as in ``REQUIRED``.
+SHORTER: Required = (
+    "gdn_kernels.gdn_decode_bf16_state", "gated_delta_rule",
+    (*_TOKENS, "use_qk_l2norm_in_kernel", "initial_state_source", "initial_state_indices", "output_state_indices"),
+)  # fmt: skip
+
 #: CuTe DSL sets this when it is imported and finds its runtime by it at every compilation: it has to stay.
 DECLARED_ENVIRONMENT = frozenset({"CUTE_DSL_LIBS"})
 
@@ -57,13 +63,14 @@ class FlashInferKernels:
     """FlashInfer's functions. ``backend`` names those that take a ``backend`` argument, as releases of 0.7 do.
 
     ``decode``: pool decode. ``mtp``, ``mtp_bf16``: several tokens a row over a float32 or bfloat16 pool.
-    ``prefill``: chunked. None: this installation lacks it.
+    ``prefill``: chunked. None: this installation lacks it. ``decode_bf16``: what ``decode`` calls for a bfloat16 pool.
     """
 
     decode: Kernel | None
     mtp: Kernel | None
     mtp_bf16: Kernel | None
     prefill: Kernel | None
+    decode_bf16: Kernel | None = None
     backend: frozenset[str] = frozenset()
 
 
@@ -77,6 +84,7 @@ def load() -> FlashInferKernels:
     ``DECLARED_ENVIRONMENT``."""
     with environment_kept(DECLARED_ENVIRONMENT):
         taken = {name: _take(module, function) for name, (module, function, _) in REQUIRED.items()}
+        taken["decode_bf16"] = None if taken["mtp_bf16"] is None else _take_shorter()
         kernels = import_module("flashinfer.gdn_kernels")
         parts = {"mtp": "run_mtp_decode", "decode": "run_pretranspose_decode"}
         for name, part in parts.items():
@@ -90,6 +98,17 @@ def load() -> FlashInferKernels:
         name for name, kernel in taken.items() if kernel and "backend" in inspect.signature(kernel).parameters
     )
     return FlashInferKernels(**taken, backend=backend)
+
+
+def _take_shorter() -> Kernel | None:
+    """The function of ``SHORTER`` where it is there and wants nothing but the arguments that we pass."""
+    module, function, passed = SHORTER
+    kernel = vars(import_module(f"flashinfer.{module}")).get(function)
+    if kernel is None:
+        return None
+    parameters = inspect.signature(kernel).parameters
+    needed = {name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
+    return kernel if needed <= set(passed) <= set(parameters) else None
 
 
 def _take(module: str, function: str) -> Kernel | None:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import Tensor
 
 from qwen35.adapters.flashinfer.release import FlashInferKernels, Kernel
 from qwen35.domain.errors import UnavailableError
+
+#: q, k, v, a, b, A_log, dt_bias, scale, out, the pool, slots to read, slots to write (None: those that are read).
+DecodeKernel = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor | None], object
+]  # fmt: skip
 
 
 @dataclass(slots=True, kw_only=True)
@@ -28,13 +33,9 @@ class Step:
     out: Tensor
 
 
-def run_decode(kernel: Kernel, step: Step, states: Tensor, *, read: Tensor, write: Tensor | None) -> None:
+def run_decode(kernel: DecodeKernel, step: Step, states: Tensor, *, read: Tensor, write: Tensor | None) -> None:
     """T = 1: update the pool in place and fill ``step.out``. ``write`` None: the slots that are read."""
-    kernel(
-        q=step.q, k=step.k, v=step.v, state=None, A_log=step.A_log, a=step.a, dt_bias=step.dt_bias, b=step.b,
-        scale=step.scale, output=step.out, use_qk_l2norm=True, initial_state=states, initial_state_indices=read,
-        output_state_indices=write,
-    )  # fmt: skip
+    kernel(step.q, step.k, step.v, step.a, step.b, step.A_log, step.dt_bias, step.scale, step.out, states, read, write)
 
 
 def run_verify(kernels: FlashInferKernels, step: Step, states: Tensor, *, read: Tensor, nodes: Tensor) -> None:
@@ -59,10 +60,39 @@ def run_verify(kernels: FlashInferKernels, step: Step, states: Tensor, *, read: 
     )  # fmt: skip
 
 
-def decode_kernel(kernels: FlashInferKernels) -> Kernel:
-    """FlashInfer's decode as ``run_decode`` and ``KnownDecode`` call it."""
-    kernel, backend = required("decode", kernels.decode), backend_of(kernels, "decode")
-    return partial(kernel, **backend) if backend else kernel
+def decode_kernel(kernels: FlashInferKernels, state_dtype: torch.dtype) -> DecodeKernel:
+    """FlashInfer's decode, T = 1, over pools of ``state_dtype``.
+
+    Over a bfloat16 pool its public function does nothing but look at the arguments, which was done here, and call the
+    function of that pool: where the release has that one as we know it, it is called without the detour.
+    """
+    short = kernels.decode_bf16
+    if state_dtype == torch.bfloat16 and short is not None:
+
+        def launch_short(
+            q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float,
+            out: Tensor, states: Tensor, read: Tensor, write: Tensor | None,
+        ) -> None:  # fmt: skip
+            short(
+                A_log=A_log, a=a, dt_bias=dt_bias, q=q, k=k, v=v, b=b, initial_state_source=states,
+                initial_state_indices=read, output_state_indices=write, output=out, use_qk_l2norm_in_kernel=True,
+                scale=scale,
+            )  # fmt: skip
+
+        return launch_short
+    public, backend = required("decode", kernels.decode), backend_of(kernels, "decode")
+
+    def launch(
+        q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, scale: float,
+        out: Tensor, states: Tensor, read: Tensor, write: Tensor | None,
+    ) -> None:  # fmt: skip
+        public(
+            q=q, k=k, v=v, state=None, A_log=A_log, a=a, dt_bias=dt_bias, b=b, scale=scale, output=out,
+            use_qk_l2norm=True, initial_state=states, initial_state_indices=read, output_state_indices=write,
+            **backend,
+        )  # fmt: skip
+
+    return launch
 
 
 def backend_of(kernels: FlashInferKernels, name: str) -> dict[str, str]:
