@@ -1,8 +1,8 @@
 """Rewrites the tables of README.md and benchmarks/README.md from the committed measurements.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` and comes from ``results/NAME.json``, which
-``qwen35 swap``, ``gdn_integration.py`` or ``finalize.py`` wrote. ``--check`` writes nothing and exits with 1 where a
-table is not what its document says.
+``qwen35 swap``, ``gdn_integration.py``, ``finalize.py`` or ``engine_suite.py`` wrote. ``--check`` writes nothing and
+exits with 1 where a table is not what its document says.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from engine_tables import engines_table, parity_table
 
 ROOT = Path(__file__).parents[1]
 _MARKED = re.compile(r"(<!-- table: (?P<name>[^ ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -53,7 +55,10 @@ def rewritten(text: str, results: Path) -> str:
 
 def table(report: dict[str, Any]) -> str:
     """One document as a Markdown table, by its kind."""
-    kinds = {"gdn integration": claims_table, "finalize": finalize_table}
+    kinds = {
+        "gdn integration": claims_table, "finalize": finalize_table, "engines": engines_table,
+        "engine parity": parity_table,
+    }  # fmt: skip
     return kinds.get(report["kind"], swap_table)(report)
 
 

@@ -1,0 +1,54 @@
+"""Documents of engines as tables: every figure in its engine's row, no empty column, what is missing named."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine_tables import engines_table, parity_table
+
+USED = {"device": "H200", "created": "2026-01-02T03:04", "versions": {"sglang": "0.5.20", "torch": "2.11.0"}}
+
+
+def cells(table: str) -> list[list[str]]:
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("|")]
+
+
+def test_engines_are_rows_and_only_columns_that_hold_something_are_there() -> None:
+    same: dict[str, Any] = {
+        "tag": "off",
+        "prompt_logprobs": {"mean": 0.0, "max": 0.0},
+        "equal_leading_ids": [4],
+        "same_ids": True,
+    }
+    ratio = {"decode tokens/s, batch 8": {"median": 1.25, "low": 1.2, "high": 1.3}}
+    other = {
+        "tag": "triton", "prompt_logprobs": {"mean": 0.02, "max": 0.5}, "equal_leading_ids": [4, 0], "same_ids": False,
+        "bench": {"decode tokens/s, batch 8": 1.0}, "throughput_ratio": ratio, "counters": {
+            "qwen35_calls_total adapter=triton mode=eager phase=decode": 2.0,
+            "qwen35_calls_total adapter=triton mode=captured phase=decode": 3.0, "qwen35_refreshes_total": 9.0,
+        },
+    }  # fmt: skip
+    table = engines_table({**USED, "against": "off", "rows": [same, other], "missing": ["mixed"]})
+    heads, _, first, second = cells(table)
+    assert [head.split(",")[0] for head in heads] == [
+        "engine", "prompt log-probabilities from off's", "leading ids as there", "decode", "our calls counted",
+    ]  # fmt: skip
+    assert first == ["off", "0.0000 (0.000)", "all", "", ""]
+    assert second == ["triton", "0.0200 (0.500)", "4, 0", "1.25 (1.20 to 1.30)", "triton decode 5"]
+    assert "not there: mixed" in table
+
+
+def test_parity_shows_errors_by_adapter_and_drift_by_layer() -> None:
+    def figures(value: float) -> dict[str, float]:
+        return {"median": value, "max": 2 * value}
+
+    error = [
+        {"phase": "extend", "layer": layer, "who": "triton", "calls": 2, "out": figures(at), "states": figures(at / 2)}
+        for layer, at in ((0, 0.001), (1, 0.003))
+    ]
+    drift = [{"against": "recorded-fi", "phase": "extend", "layer": 1, "v": figures(0.01), "out": figures(0.02)}]
+    table = parity_table({**USED, "tokens": [3, 7], "error": error, "refused": {"fi": "no"}, "drift": drift})
+    rows = cells(table)
+    assert ["extend", "triton", "4", "2.0e-03, 6.0e-03", "1.0e-03, 3.0e-03"] in rows
+    assert ["extend", "1", "1.0e-02, 2.0e-02"] in rows
+    assert "refused by fi: no" in table
