@@ -34,6 +34,7 @@ from qwen35.adapters.sglang.seam_finalize import FinalizeSeam
 from qwen35.adapters.sglang.seam_fusion import FusionSeam
 from qwen35.adapters.sglang.seam_gdn import GdnSeam
 from qwen35.adapters.sglang.seam_metrics import PrometheusMirror, metrics_wanted
+from qwen35.adapters.sglang.seam_ranks import RankSettings
 from qwen35.adapters.sglang.seam_relay import RelaySeam
 from qwen35.adapters.sglang.seams import installed_release, release_seam
 from qwen35.adapters.sglang.seams.release import Place, Release
@@ -46,6 +47,7 @@ from qwen35.domain.errors import (
     UnsupportedError,
 )
 from qwen35.services.assembly import make_registry
+from qwen35.services.finalize_agreement import PROCESS_AGREEMENTS, Agreements
 from qwen35.services.finalize_choice import PORT as FUSION
 from qwen35.services.finalize_fusion import OFF
 from qwen35.services.gated_delta_rule import PORT
@@ -207,8 +209,11 @@ def make_container(settings: Settings, place: Place) -> Container:
         raise SystemExit(f"qwen35: {exc}") from exc
 
 
-def start(settings: Settings, release: Release, place: Place, container: Container) -> Running:
-    """Install every part of the seam in this process, or nothing.
+def start(
+    settings: Settings, release: Release, place: Place, container: Container,
+    agreements: Agreements = PROCESS_AGREEMENTS,
+) -> Running:  # fmt: skip
+    """Install every part of the seam in this process, or nothing. Ranks are heard through ``agreements``.
 
     Raises ``UnavailableError`` naming release, target and difference.
     """
@@ -219,8 +224,9 @@ def start(settings: Settings, release: Release, place: Place, container: Contain
     )  # fmt: skip
     named = requested_fusion(settings)
     service = container.finalize() if named is not None else None
-    fusion = FusionSeam(release, named, service, container.counters(), strict=settings.sglang_strict)
-    finalize = FinalizeSeam(named, service, place.gpu)
+    ranks = RankSettings(release, named, agreements, checked=settings.checked, strict=settings.sglang_strict)
+    fusion = FusionSeam(release, named, service, container.counters(), ranks, strict=settings.sglang_strict)
+    finalize = FinalizeSeam(named, service, place.gpu, ranks)
     relay = RelaySeam(release, container.counters())
     hooks = gdn.hooks() | fusion.hooks() | finalize.hooks() | relay.hooks()
     seam.install(installed_release() or release.version, release.targets, hooks)

@@ -23,7 +23,7 @@ from qwen35.adapters.sglang.seam_choices import requested_fusion
 from qwen35.container import build
 from qwen35.domain.finalize_capabilities import DeviceFacts
 from qwen35.services.counters import Counters
-from qwen35.services.finalize_agreement import Agreements
+from qwen35.services.finalize_agreement import Agreement, Agreements
 from qwen35.services.finalize_fusion import FinalizeService
 from qwen35.services.finalize_registry import WorkspaceRegistry
 from qwen35.settings import load_settings
@@ -86,21 +86,23 @@ class FusedMachine:
 
     def __init__(
         self, *, finalize: str = "fake", fusion: FakeFusion | None = None, strict: bool = False,
-        dtype: torch.dtype = torch.float32, service: FinalizeService | None = None,
+        dtype: torch.dtype = torch.float32, service: FinalizeService | None = None, checked: bool = False,
+        agreement: Agreement | None = None,
     ) -> None:  # fmt: skip
         self.fusion = fusion or FakeFusion()
-        settings = load_settings(None, device="cpu", finalize=finalize, sglang_strict=strict)
+        settings = load_settings(None, device="cpu", finalize=finalize, sglang_strict=strict, checked=checked)
         named = requested_fusion(settings)
         container = build(settings, adapters=[self.fusion.entry()], gdn_decode="reference", gdn_extend="reference",
                           gdn_verify="reference", conv="reference", finalize=named or "off")  # fmt: skip
         self.counters: Counters = container.counters()
+        agreements = Agreements(lambda _: agreement or Both())
         self.service = service or FinalizeService(
             container.registry(), named or "off", WorkspaceRegistry(synchronise=lambda _: None), self.counters,
-            agreements=Agreements(lambda _: Both()), facts=lambda device: DeviceFacts(device=device),
+            checked=checked, agreements=agreements, facts=lambda device: DeviceFacts(device=device),
         )  # fmt: skip
         container.finalize.override(self.service)
         self.container = container
-        self.running = sglang_plugin.start(settings, installed_seam(), PLACE, container)
+        self.running = sglang_plugin.start(settings, installed_seam(), PLACE, container, agreements)
         self.dtype = dtype
         self.runner = model_runner(dtype)
 

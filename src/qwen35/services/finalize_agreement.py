@@ -14,6 +14,8 @@ from qwen35.domain.errors import AgreementError, CreationError
 #: How long a rank may keep the others waiting in an exchange.
 EXCHANGE_TIMEOUT = timedelta(minutes=5)
 
+_UNHEARD = "the ranks could not be heard"
+
 T = TypeVar("T")
 
 
@@ -70,21 +72,25 @@ def _told(error: Exception) -> tuple[bool, tuple[str, ...]]:
 class GroupAgreement:
     """Over a process group of torch.distributed; where that one has no CPU side, over a gloo twin of it.
 
-    Made by every rank of the group together. Holds the group, and its twin for as long as it lives.
+    Made by every rank of the group together. Holds the group, and its twin for as long as it lives. Raises
+    ``AgreementError`` where a rank does not come to make the twin.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta = EXCHANGE_TIMEOUT) -> None:
         ranks = dist.get_process_group_ranks(group)
         self._size, self._group = len(ranks), group
         if "gloo" not in dist.get_backend(group):
-            self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+            try:
+                self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+            except RuntimeError as exc:
+                raise AgreementError(_UNHEARD, [str(exc)]) from exc
 
     def exchange(self, value: Any) -> list[Any]:
         values: list[Any] = [None] * self._size
         try:
             dist.all_gather_object(values, value, group=self._group)
         except RuntimeError as exc:
-            raise AgreementError("the ranks could not be heard", [str(exc)]) from exc
+            raise AgreementError(_UNHEARD, [str(exc)]) from exc
         return values
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from qwen35.domain.errors import (
     AgreementError,
     ClosedError,
     ConfigurationError,
+    ContractError,
     HandoffError,
     NotPreparedError,
     Qwen35Error,
@@ -144,16 +145,24 @@ class FinalizeService:
         return self._serve("finalize", lambda: workspace.finalize(handoff, total, gamma, out))
 
     def all_reduce(
-        self, local: Tensor, residual: Tensor, gamma: Tensor, *, out: NormAndResidual | None = None
-    ) -> NormAndResidual:
-        """Sum over ranks, add the residual, norm. See ``FusionWorkspace.all_reduce``."""
+        self, local: Tensor, residual: Tensor, gamma: Tensor, *, out: NormAndResidual | None = None,
+        against: tuple[str, ...] = (),
+    ) -> NormAndResidual:  # fmt: skip
+        """Sum over ranks, add the residual, norm. See ``FusionWorkspace.all_reduce``.
+
+        ``against`` is what the caller has against fusing this call: reasons for an ``UnsupportedError``, in checked
+        mode on every rank where one has any. There an error that all ranks see is each one's own, so that all may go
+        on another way; of one that some ranks see, the cause is the ``AgreementError`` that the other ranks raise.
+        """
         workspace = self.workspace
 
         def check() -> tuple[str, ...]:
             check_all_reduce(workspace.signature, local, residual, gamma, out)
-            return workspace.supports(len(local)).reasons
+            return (*against, *workspace.supports(len(local)).reasons)
 
         self._agree_on_call("all-reduce", len(local) if isinstance(local, Tensor) and local.dim() else 0, check)
+        if against:
+            raise UnsupportedError("fused all-reduce", against)
         return self._serve("all-reduce", lambda: workspace.all_reduce(local, residual, gamma, out))
 
     def consume(
@@ -181,7 +190,8 @@ class FinalizeService:
         """In checked mode, before anything is launched: an error that one rank sees becomes one on all.
 
         ``check`` raises where the call breaks the contract, and returns what the adapter has against a legal one: with
-        that every rank refuses alike (``UnsupportedError``), so that all may take the same other way.
+        that every rank refuses alike (``UnsupportedError``), so that all may take the same other way. An own error
+        that not every rank has, or not in the same call, is raised with an ``AgreementError`` as its cause.
         """
         if not self._checked or self._agreement is None or capturing():
             return
@@ -193,17 +203,18 @@ class FinalizeService:
             refused = check()
         except Qwen35Error as exc:
             error = exc
-        said: list[tuple[str, int, str | None, tuple[str, ...]]] = self._agreement.exchange(
-            (call, m, None if error is None else str(error), refused)
-        )
-        if error is not None:
+        said: list[_Said] = self._agreement.exchange(_Said(call, m, _kind(error), str(error or ""), refused))
+        reasons = [f"rank {rank}: {one.error}" for rank, one in enumerate(said) if one.kind is not None]
+        if len({(one.call, one.m) for one in said}) > 1:
+            reasons += [f"rank {rank} calls {one.call} with m = {one.m}" for rank, one in enumerate(said)]
+        if error is not None and len({(one.call, one.m, one.kind) for one in said}) == 1:
             raise error
-        reasons = [f"rank {rank}: {text}" for rank, (_, _, text, _) in enumerate(said) if text is not None]
-        if len({(name, size) for name, size, _, _ in said}) > 1:
-            reasons += [f"rank {rank} calls {name} with m = {size}" for rank, (name, size, _, _) in enumerate(said)]
         if reasons:
-            raise AgreementError(f"{call} was not launched", reasons)
-        against = [f"rank {rank}: {reason}" for rank, (_, _, _, texts) in enumerate(said) for reason in texts]
+            disagreement = AgreementError(f"{call} was not launched", reasons)
+            if error is not None:
+                raise error from disagreement
+            raise disagreement
+        against = [f"rank {rank}: {reason}" for rank, one in enumerate(said) for reason in one.refused]
         if against:
             raise UnsupportedError(f"{self.workspace.adapter} {call}", against)
 
@@ -213,6 +224,23 @@ class FinalizeService:
             result = launch()
         self._counters.add("calls", port=PORT, phase=call, adapter=self.workspace.adapter, mode=mode)
         return result
+
+
+class _Said(NamedTuple):
+    """What a rank tells the others of a call before it is launched."""
+
+    call: str
+    m: int
+    kind: str | None
+    error: str
+    refused: tuple[str, ...]
+
+
+def _kind(error: Qwen35Error | None) -> str | None:
+    """The same for errors of which a caller makes the same."""
+    if error is None:
+        return None
+    return ContractError.__name__ if isinstance(error, ContractError) else type(error).__name__
 
 
 def _check_handoff(handoff: object) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from qwen35.adapters.sglang.seam import Hook
 from qwen35.adapters.sglang.seam_fusion_facts import prepare, workspace_signature
+from qwen35.adapters.sglang.seam_ranks import RankSettings
 from qwen35.domain.finalize import FinalizeHandoff
 from qwen35.ports.finalize_fusion import NormAndResidual
 from qwen35.services.finalize_fusion import FinalizeService
@@ -63,27 +64,33 @@ class HandedWorkspace:
 
 
 class FinalizeSeam:
-    """Answers SGLang's request for its workspace, by the adapter ``requested``. ``gpu``: this process's GPU."""
+    """Answers SGLang's request for its workspace, by the adapter ``requested``. ``gpu``: this process's GPU.
 
-    def __init__(self, requested: str | None, service: FinalizeService | None, gpu: int) -> None:
-        self._requested, self._service, self._gpu = requested, service, gpu
+    ``service`` is None where SGLang makes its own, once the ranks agree that all of them do.
+    """
+
+    def __init__(
+        self, requested: str | None, service: FinalizeService | None, gpu: int, ranks: RankSettings
+    ) -> None:
+        self._requested, self._service, self._gpu, self._ranks = requested, service, gpu, ranks
         self._handed: HandedWorkspace | None = None
 
     def hooks(self) -> dict[str, Hook]:
         """What to hook, by key of the release's targets."""
-        return {} if self._service is None else {"finalize_workspace": self._around_workspace}
+        return {"finalize_workspace": self._around_workspace}
 
     def _around_workspace(self, original: Callable[..., Any], **wanted: Any) -> Any:
         """Make our workspace, or look it up where nothing is ``wanted`` (0.5.20); every rank calls this together.
 
-        Raises ``ConfigurationError`` for multiplexed streams, and ``UnavailableError`` where the ranks cannot have it
-        or the one live workspace does not cover what is asked.
+        Raises ``ConfigurationError`` for multiplexed streams and for ranks that were told different things, and
+        ``UnavailableError`` where the ranks cannot have it or the one live workspace does not cover what is asked.
         """
         service = self._service
-        if service is None:
-            return original(**wanted)
         if not any(value is not None for value in wanted.values()):
             return self._handed if self._handed is not None else original(**wanted)
+        self._ranks.agree()
+        if service is None:
+            return original(**wanted)
         signature = workspace_signature(
             device="cuda" if torch.cuda.is_available() else "cpu", gpu=self._gpu, hidden=wanted["hidden_size"],
             top_k=wanted["top_k"], max_m=wanted["max_m"], dtype="bfloat16", eps=wanted["rms_epsilon"],

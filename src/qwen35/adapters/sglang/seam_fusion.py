@@ -18,9 +18,10 @@ from qwen35.adapters.sglang.seam import Hook
 from qwen35.adapters.sglang.seam_fusion_facts import Engine, forward_mode, prepare
 from qwen35.adapters.sglang.seam_fusion_launch import FusedLaunch, Step
 from qwen35.adapters.sglang.seam_gdn import MODEL_FAMILY
+from qwen35.adapters.sglang.seam_ranks import RankSettings
 from qwen35.adapters.sglang.seam_reasons import BoundedReasons
 from qwen35.adapters.sglang.seams.release import Release
-from qwen35.domain.errors import CaptureError, ConfigurationError, ContractError, UnsupportedError
+from qwen35.domain.errors import AgreementError, CaptureError, ConfigurationError, ContractError, UnsupportedError
 from qwen35.domain.finalize_policy import decide_all_reduce
 from qwen35.domain.finalize_signature import TOKEN_DTYPES
 from qwen35.services.counters import Counters
@@ -40,15 +41,16 @@ Pair = tuple[Tensor, Tensor] | tuple[None, None]
 class FusionSeam:
     """``requested``: the adapter that serves; ``service`` is None where SGLang's own choice is kept and only counted.
 
-    ``strict``: a model or launch that cannot be fused stops the engine instead of running as SGLang alone would.
+    ``ranks`` are asked to agree whatever is requested. ``strict``: a model or launch that cannot be fused stops the
+    engine instead of running as SGLang alone would.
     """
 
     def __init__(
-        self, release: Release, requested: str | None, service: FinalizeService | None, counters: Counters, *,
-        strict: bool = False,
+        self, release: Release, requested: str | None, service: FinalizeService | None, counters: Counters,
+        ranks: RankSettings, *, strict: bool = False,
     ) -> None:  # fmt: skip
         self._release, self._requested, self._service = release, requested, service
-        self._counters, self._strict = counters, strict
+        self._counters, self._ranks, self._strict = counters, ranks, strict
         self._reasons = BoundedReasons()
         self._launch: FusedLaunch | None = None
         self._step: Step | None = None
@@ -61,21 +63,23 @@ class FusionSeam:
 
     def hooks(self) -> dict[str, Hook]:
         """What to hook, by key of the release's targets."""
-        hooks: dict[str, Hook] = {"fused_norm": self._around_fused_norm}
+        hooks: dict[str, Hook] = {
+            "fused_norm": self._around_fused_norm, "fusion_prepare": self._around_prepare,
+        }  # fmt: skip
         if self._service is not None:
-            hooks |= {
-                "fusion_gate": self._around_gate, "fusion_prepare": self._around_prepare,
-                "model_forward": self._around_model_forward,
-            }  # fmt: skip
+            hooks |= {"fusion_gate": self._around_gate, "model_forward": self._around_model_forward}
         return hooks
 
     def _around_prepare(self, original: Callable[..., None], runner: Any) -> None:
         """SGLang's warm-up makes its workspaces here: once a model runner, before autotune and capture."""
-        original(runner)
         model_runner = runner.model_runner
-        if self._service is None or model_runner.is_draft_worker:
-            return  # a draft shares the process, which holds one workspace
-        self.prepare(self._service, model_runner)
+        if model_runner.is_draft_worker:  # it shares the process, which holds one workspace
+            original(runner)
+            return
+        self._ranks.agree()
+        original(runner)
+        if self._service is not None:
+            self.prepare(self._service, model_runner)
 
     def prepare(self, service: FinalizeService, model_runner: Any) -> None:
         """Have a workspace where this launch may use one; every rank calls this together.
@@ -148,6 +152,7 @@ class FusionSeam:
         """(norm, new residual), both [m, D], of ``input_tensor`` [m, D], of which every rank has a share. ``weight`` is
         the multiplier as applied: of a Gemma-style norm, one plus the checkpoint's. (None, None): not fused.
 
+        In checked mode what some ranks alone refuse is raised on all of them; else all of them go on alike.
         How the kernel runs is the adapter's business, so the three arguments about that concern only SGLang's own:
         ours sums in float32 and completes at its end whatever they say.
         """
@@ -169,6 +174,8 @@ class FusionSeam:
         except UnsupportedError as exc:
             self._count_refused(exc.reasons)
         except (ContractError, CaptureError) as exc:
+            if isinstance(exc.__cause__, AgreementError):
+                raise  # the other ranks, which did not see it, do: none of them comes to SGLang's own sum
             self._count_refused([str(exc)])
         result = self._count_own(own())
         if result[0] is None and not self._release.completes_declined_norm:

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from qwen35.adapters.sglang.seam_fusion_facts import Engine
-from qwen35.domain.errors import UnsupportedError
 from qwen35.domain.finalize_policy import Decision, ForwardMode, Situation, decide_all_reduce
 from qwen35.ports.finalize_checks import MATRIX_ALIGNMENT
 from qwen35.services.finalize_fusion import FinalizeService
@@ -49,12 +48,10 @@ class FusedLaunch:
         """(norm, new residual), both new [m, D]. ``attention_group``: over which of SGLang's groups the sum runs.
 
         Raises ``UnsupportedError`` with every reason, a ``ContractError`` or ``CaptureError``, before anything is
-        launched and alike on every rank.
+        launched and alike on every rank; what the ranks make of it in checked mode see ``FinalizeService.all_reduce``.
         """
-        reasons = self._against(step, local, eps, attention_group)
-        if reasons:
-            raise UnsupportedError("fused all-reduce", reasons)
-        result = self._service.all_reduce(_aligned(local), _aligned(residual), _aligned(weight))
+        against = self._against(step, local, eps, attention_group)
+        result = self._service.all_reduce(_aligned(local), _aligned(residual), _aligned(weight), against=against)
         return result.norm, result.residual
 
     def complete(
