@@ -173,6 +173,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "qwen35-engines")
     parser.add_argument("--gpus", type=int, default=1)
+    parser.add_argument("--beside", type=int, default=1, help="engines on one GPU at once, where they are not timed")
     parser.add_argument("--port", type=int, default=31_000, help="the first; another for each suite that runs beside")
     parser.add_argument("--only", default="", help="engines by name, separated by commas")
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="for everything together")
@@ -203,7 +204,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if suite.in_turn:
         failures += run_in_turn(places, engines, slots[0], args, deadline) if engines else []
     else:
-        failures += run_engines(places, engines, slots, args.port, deadline)
+        failures += run_engines(places, engines, slots * args.beside, args.port, deadline)
     failures += [failure for step in after if (failure := run_step(step, deadline)) is not None]
     write_documents(places, suite, failures)
     return 1 if failures else 0
