@@ -56,6 +56,21 @@ class FakeFlashInfer:
             output[i] = o
             initial_state[max(write, 0)] = states[-1]
 
+    def decode_bf16(
+        self, *, A_log: Tensor, a: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, b: Tensor,
+        initial_state_source: Tensor, initial_state_indices: Tensor, output_state_indices: Tensor | None,
+        use_qk_l2norm_in_kernel: bool, scale: float, output: Tensor,
+    ) -> None:  # fmt: skip
+        """What ``decode`` calls for a bfloat16 pool; counted as a call of that too."""
+        self.calls.append(("decode_bf16", {}))
+        assert initial_state_source.dtype == torch.bfloat16
+        self.decode(
+            q=q, k=k, v=v, state=None, A_log=A_log, a=a, dt_bias=dt_bias, b=b, scale=scale, output=output,
+            use_qk_l2norm=use_qk_l2norm_in_kernel, initial_state=initial_state_source,
+            initial_state_indices=initial_state_indices, output_state_indices=output_state_indices,
+            backend="flashinfer" if self.later else None,
+        )  # fmt: skip
+
     def mtp(
         self, *, q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor, initial_state_indices: Tensor,
         A_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor, scale: float, output: Tensor,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +39,74 @@ def test_a_release_that_skips_padding_by_itself_needs_no_null_slot() -> None:
     assert {b.finite_softplus for b in bed.adapter.behaviours.values()} == {True}
     bed.adapter.decode(bed.decode([2, -1]))
     assert bed.rows.launches == []
+
+
+@pytest.mark.parametrize("change", ["nothing", "null slot", "write slots", "long slots", "misaligned slots", "gates"])
+def test_minus_one_reaches_a_kernel_that_borrows_the_null_slot_for_it(change: str) -> None:
+    """Only where that is the null slot, and nothing else asks for an index launch."""
+    bed = Bed(BF16, null=3 if change == "null slot" else 0, later=change != "gates")
+    call = bed.decode([2, -1, 5])
+    if change == "write slots":  # the padded row has a live one
+        call = replace(call, write_slots=torch.tensor([4, 1, 5], dtype=torch.int32))
+    if change == "long slots":
+        call = replace(call, slots=call.slots.long())
+    if change == "misaligned slots":
+        call = replace(call, slots=torch.tensor([9, 2, -1, 5], dtype=torch.int32)[1:])
+    before = call.states.clone()
+    out = bed.adapter.decode(call)
+    assert not out[1].any()
+    live = {4, 5} if change == "write slots" else {2, 5}
+    changed = {i for i in range(6) if not torch.equal(call.states[i], before[i])}
+    assert live <= changed <= live | {bed.plan.null_slot}, f"seed {bed.seed}"
+    assert bed.rows.launches == (["zero_rows"] if change == "nothing" else ["index", "zero_rows"])
+
+
+@pytest.mark.parametrize("state", [F32, BF16])
+def test_a_plan_whose_rows_never_pad_costs_no_launch_where_the_gates_need_none(state: torch.dtype) -> None:
+    bed = Bed(state, null=0, pad=False, later=True)
+    bed.adapter.decode(bed.decode([2, 4]))
+    assert bed.rows.launches == []
+
+
+@pytest.mark.parametrize("fewest", [2, 3], ids=["any rows", "many rows only"])
+@pytest.mark.parametrize("slot", [-1, 2], ids=["before the pool", "another slot"])
+def test_a_kernel_that_writes_another_slot_for_padding_is_found_out(slot: int, fewest: int) -> None:
+    """Though the plan's null slot is the one that other releases borrow, -1 does not reach this kernel."""
+    bed = Bed(BF16, null=0, later=True, prepared=False)
+
+    def stray(**arguments: Any) -> None:
+        bed.fake.decode(**arguments)
+        pool, read = arguments["initial_state"], arguments["initial_state_indices"]
+        if len(read) >= fewest and bool((read < 0).any()):
+            start = pool.storage_offset() + slot * pool.stride(0)
+            pool.as_strided(pool.shape[1:], pool.stride()[1:], max(start, 0)).fill_(7.0)
+
+    adapter = FlashInferGatedDeltaRule(bed.fake.kernels(decode=stray), bed.rows, HOPPER, AdapterOptions())
+    adapter.prepare(replace(bed.plan, max_batch=512))
+    bed.rows.launches.clear()
+    call = bed.decode([4, -1, 5])
+    before = call.states.clone()
+    adapter.decode(call)
+    assert bed.rows.launches == ["index", "zero_rows"]
+    assert all(torch.equal(call.states[i], before[i]) for i in (1, 2, 3)), f"seed {bed.seed}"
+
+
+@pytest.mark.parametrize("state", [F32, BF16])
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_bfloat16_pool_is_served_by_its_own_function_where_there_is_one(state: torch.dtype, writes: bool) -> None:
+    bed = Bed(state, null=0)
+    kernels = bed.fake.kernels(decode_bf16=bed.fake.decode_bf16)
+    adapter = FlashInferGatedDeltaRule(kernels, bed.rows, HOPPER, AdapterOptions())
+    adapter.prepare(bed.plan)
+    bed.fake.calls.clear()
+    changes = {"write_slots": torch.tensor([1, 5, 3], dtype=torch.int32)} if writes else {}
+    call = bed.decode([2, -1, 5], scale=0.25, **changes)
+    states = call.states.clone()
+    out = bed.adapter.decode(replace(call, states=states))
+    assert not any(name == "decode_bf16" for name, _ in bed.fake.calls)
+    assert torch.equal(adapter.decode(call), out), f"seed {bed.seed}"
+    assert torch.equal(call.states, states), f"seed {bed.seed}"
+    assert any(name == "decode_bf16" for name, _ in bed.fake.calls) == (state == BF16)
 
 
 # Padding and write slots

@@ -33,6 +33,23 @@ def test_the_installed_sources_have_every_function_and_argument_that_we_pass() -
 
 
 @installed
+@pytest.mark.row("I02")
+def test_the_installed_sources_have_the_shorter_decode_of_a_bfloat16_pool() -> None:
+    (folder,) = importlib.util.find_spec("flashinfer").submodule_search_locations
+    assert missing_names("flashinfer", Path(folder), [release.SHORTER]) == []
+
+
+def test_a_function_is_taken_for_a_shorter_one_by_its_arguments() -> None:
+    def one(A, b, scale=None):  # noqa: N803
+        raise AssertionError
+
+    assert release.takes(one, ("A", "b"))
+    assert release.takes(one, ("A", "b", "scale"))
+    assert not release.takes(one, ("A", "scale")), "b is needed"
+    assert not release.takes(one, ("A", "b", "output")), "it writes no output of ours"
+
+
+@installed
 @pytest.mark.row("D26")
 def test_the_report_names_versions() -> None:
     found = release.report().found

@@ -17,19 +17,43 @@ from qwen35.ports.gdn_calls import GdnPlan
 #: A gate input past float32's exp, exact in bfloat16.
 LARGE = 128.0
 SENTINEL = 3.0
+#: Rows times value heads from which on FlashInfer's decode over a bfloat16 pool takes its kernel for many rows, and
+#: those from which on it takes the largest tile of that.
+MANY, MOST = 512, 1024
+
+
+def decode_batches(plan: GdnPlan) -> tuple[int, ...]:
+    """Rows of the decodes that are measured: two, and where the plan has rows for the kernel of many, enough for it."""
+    heads = plan.geometry.value_heads
+    most = -(-MOST // heads)
+    return (2, most) if most > 2 and plan.max_batch * heads >= MANY else (2,)
 
 
 def measure_decode(kernels: FlashInferKernels, plan: GdnPlan) -> Behaviour:
-    """One decode of a live row (slot 1) and a padded one over a pool of two."""
-    step, states, slots = _two_rows(plan, 1)
+    """Decodes of one live row and padded ones; what is said of the kernels is what holds for all of them."""
+    found = [_measure_decode(kernels, plan, batch) for batch in decode_batches(plan)]
+    return Behaviour(
+        skips_padding=all(b.skips_padding for b in found), finite_softplus=all(b.finite_softplus for b in found),
+        borrows_first_slot=all(b.borrows_first_slot for b in found),
+    )  # fmt: skip
+
+
+def _measure_decode(kernels: FlashInferKernels, plan: GdnPlan, batch: int) -> Behaviour:
+    """A live row (slot 1) and padded ones over a pool of three, with a slot before and behind that are not of it."""
+    step, room, slots = _rows(plan, 1, batch, slots=5)
+    states = room[1:4]
     run_decode(decode_kernel(kernels, plan.state_dtype), step, states, read=slots, write=None)
-    kept = bool((states[0] == SENTINEL).all()) and bool((step.out[1] == 0).all())
-    return Behaviour(skips_padding=kept, finite_softplus=_finite(step.out[0], states[1]))
+    zero = bool((step.out[1:] == 0).all())
+    first, others = (bool((part == SENTINEL).all()) for part in (states[0], room[[0, 3, 4]]))
+    return Behaviour(
+        skips_padding=first and others and zero, finite_softplus=_finite(step.out[0], states[1]),
+        borrows_first_slot=others,
+    )  # fmt: skip
 
 
 def measure_verify(kernels: FlashInferKernels, plan: GdnPlan) -> Behaviour:
     """One verify of a live row (slot 1) and a padded one. Raises ``UnsupportedError`` where it writes the pool."""
-    step, states, slots = _two_rows(plan, plan.max_draft)
+    step, states, slots = _rows(plan, plan.max_draft, 2, slots=2)
     nodes = torch.full((2, plan.max_draft, *states.shape[1:]), SENTINEL, dtype=states.dtype, device=states.device)
     run_verify(kernels, step, states, read=slots, nodes=nodes)
     if not bool((states == SENTINEL).all()):
@@ -37,22 +61,22 @@ def measure_verify(kernels: FlashInferKernels, plan: GdnPlan) -> Behaviour:
     return Behaviour(skips_padding=bool((nodes[1] == SENTINEL).all()), finite_softplus=_finite(step.out[0], nodes[0]))
 
 
-def _two_rows(plan: GdnPlan, tokens: int) -> tuple[Step, Tensor, Tensor]:
-    """The step, its pool of two slots, and the slots."""
+def _rows(plan: GdnPlan, tokens: int, batch: int, slots: int) -> tuple[Step, Tensor, Tensor]:
+    """The step of ``batch`` rows, memory of ``slots`` slots, and which each row has: 1, the others -1."""
     g, device = plan.geometry, plan.device
 
     def full(value: float, *shape: int, dtype: torch.dtype = plan.token_dtype) -> Tensor:
         return torch.full(shape, value, dtype=dtype, device=device)
 
     step = Step(
-        q=full(1.0, 2, tokens, g.key_heads, g.key_width), k=full(1.0, 2, tokens, g.key_heads, g.key_width),
-        v=full(1.0, 2, tokens, g.value_heads, g.value_width), a=full(LARGE, 2, tokens, g.value_heads),
-        b=full(0.0, 2, tokens, g.value_heads), A_log=full(0.0, g.value_heads, dtype=torch.float32),
+        q=full(1.0, batch, tokens, g.key_heads, g.key_width), k=full(1.0, batch, tokens, g.key_heads, g.key_width),
+        v=full(1.0, batch, tokens, g.value_heads, g.value_width), a=full(LARGE, batch, tokens, g.value_heads),
+        b=full(0.0, batch, tokens, g.value_heads), A_log=full(0.0, g.value_heads, dtype=torch.float32),
         dt_bias=full(0.0, g.value_heads, dtype=torch.float32), scale=g.key_width**-0.5,
-        out=full(1.0, 2, tokens, g.value_heads, g.value_width),
+        out=full(1.0, batch, tokens, g.value_heads, g.value_width),
     )  # fmt: skip
-    states = full(SENTINEL, 2, g.value_heads, g.value_width, g.key_width, dtype=plan.state_dtype)
-    return step, states, torch.tensor([1, -1], dtype=torch.int32, device=device)
+    states = full(SENTINEL, slots, g.value_heads, g.value_width, g.key_width, dtype=plan.state_dtype)
+    return step, states, torch.tensor([1] + [-1] * (batch - 1), dtype=torch.int32, device=device)
 
 
 def _finite(*tensors: Tensor) -> bool:

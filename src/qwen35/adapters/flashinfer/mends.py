@@ -29,11 +29,12 @@ class Behaviour:
     """How the kernels of one state dtype treat what the contract settles, measured by ``prepare``.
 
     ``skips_padding``: slot -1 touches no slot of the pool and no intermediate row. ``finite_softplus``: a gate input
-    past 88 gives no NaN.
+    past 88 gives no NaN. ``borrows_first_slot``: of the pool, decode touches slot 0 for slot -1, and nothing else.
     """
 
     skips_padding: bool
     finite_softplus: bool
+    borrows_first_slot: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,8 @@ class Mend:
 
 
 def decode_mend(call: DecodeCall, plan: GdnPlan, behaviour: Behaviour) -> Mend:
-    """Decode. A kernel that skips padding needs nothing; one that uses a slot of its own needs the null slot."""
+    """Decode. A kernel that skips padding needs nothing; one that uses a slot of its own needs the null slot, and where
+    the two are one, -1 may reach it as it is. (Not as a write slot: a padded row may have a live one.)"""
     null, size = plan.null_slot, call.states.shape[0]
     if null is not None and not 0 <= null < size:
         return Mend(refusal=f"null slot requires a slot of the pool of {size}, got {null}")
@@ -82,8 +84,9 @@ def decode_mend(call: DecodeCall, plan: GdnPlan, behaviour: Behaviour) -> Mend:
         )
     spare = -1 if null is None else null
     clamp = not behaviour.finite_softplus
+    redirect = sacrificial and not (null == 0 and behaviour.borrows_first_slot)
     return Mend(
-        index=sacrificial or clamp or call.write_slots is not None or _unfit_index(call.slots, torch.int32),
+        index=redirect or clamp or call.write_slots is not None or _unfit_index(call.slots, torch.int32),
         read_padding=spare if sacrificial else -1,
         write_padding=spare if sacrificial or call.write_slots is not None else -1,
         clamp=clamp,

@@ -10,7 +10,7 @@ import torch
 
 from qwen35.adapters._kernels.plans import widened
 from qwen35.adapters.flashinfer.admission import StepCall, phase_of
-from qwen35.adapters.flashinfer.behaviour import measure_decode, measure_verify
+from qwen35.adapters.flashinfer.behaviour import decode_batches, measure_decode, measure_verify
 from qwen35.adapters.flashinfer.mends import Behaviour, Mend, decode_mend, verify_mend
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.domain.capabilities import Phase
@@ -86,10 +86,10 @@ class Plans:
 
 
 def _behaviour_key(phase: Phase, plan: GdnPlan) -> tuple[object, ...]:
-    """Heads are part of it because measuring also compiles."""
+    """Heads are part of it because measuring also compiles, rows because kernels are chosen by them."""
     dtype = str(plan.state_dtype).removeprefix("torch.")
-    draft = plan.max_draft if phase is Phase.VERIFY else 0
-    return (str(phase), dtype, plan.geometry, plan.token_dtype, plan.device, draft)
+    size = plan.max_draft if phase is Phase.VERIFY else decode_batches(plan)
+    return (str(phase), dtype, plan.geometry, plan.token_dtype, plan.device, size)
 
 
 def _plan_key(plan: GdnPlan) -> tuple[object, ...]:

@@ -6,7 +6,7 @@ The report reads source files and package metadata: it imports nothing. ``load``
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
@@ -101,14 +101,17 @@ def load() -> FlashInferKernels:
 
 
 def _take_shorter() -> Kernel | None:
-    """The function of ``SHORTER`` where it is there and wants nothing but the arguments that we pass."""
+    """The function of ``SHORTER`` where it is there and fits."""
     module, function, passed = SHORTER
-    kernel = vars(import_module(f"flashinfer.{module}")).get(function)
-    if kernel is None:
-        return None
-    parameters = inspect.signature(kernel).parameters
+    kernel: Kernel | None = vars(import_module(f"flashinfer.{module}")).get(function)
+    return kernel if kernel is not None and takes(kernel, passed) else None
+
+
+def takes(kernel: Kernel, passed: Iterable[str]) -> bool:
+    """Whether ``kernel`` knows every argument that is ``passed`` and needs no other."""
+    parameters, given = inspect.signature(kernel).parameters, set(passed)
     needed = {name for name, parameter in parameters.items() if parameter.default is inspect.Parameter.empty}
-    return kernel if needed <= set(passed) <= set(parameters) else None
+    return needed <= given <= set(parameters)
 
 
 def _take(module: str, function: str) -> Kernel | None:

@@ -1,0 +1,133 @@
+"""A launch that mends rows is looked up once a layout: those after it go straight to what Triton found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import triton
+from test_compiles_for_hopper import HopperWithoutDevice
+from triton.runtime import driver
+
+from qwen35.adapters._kernels import row_kernels
+from qwen35.adapters._kernels.rows import RowOperations, triton_rows
+
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
+
+BF16 = torch.bfloat16
+STREAM = 7
+
+
+class Lookups(HopperWithoutDevice):
+    """``asked``: how often Triton's own dispatch asked for the current stream, which it does before every launch."""
+
+    asked = 0
+
+    def get_current_stream(self, _device: int) -> int:
+        self.asked += 1
+        return 0
+
+    def launcher_cls(self, _source: object, metadata: Any) -> Any:
+        def launch(x: int, y: int, z: int, stream: int, function: int, *rest: object) -> None:
+            self.grids[metadata.name] = x, y, z
+            self.launched.append((stream, function, rest[4:]))
+
+        return launch
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lookups]:
+    stand_in = Lookups()
+    monkeypatch.setattr(driver, "_active", stand_in)
+    yield stand_in
+    for kernel in (row_kernels.index_kernel, row_kernels.zero_rows_kernel):
+        kernel.device_caches.pop(-1, None)
+
+
+@pytest.fixture
+def rows() -> RowOperations:
+    return triton_rows()
+
+
+def at(arguments: tuple[object, ...]) -> list[object]:
+    """Arguments with tensors as addresses."""
+    return [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+
+
+@pytest.mark.parametrize("writes", [False, True])
+@pytest.mark.parametrize("clamp", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_the_second_index_launch_of_a_layout_is_not_looked_up(
+    hopper: Lookups, rows: RowOperations, dtype: torch.dtype, clamp: bool, writes: bool
+) -> None:
+    def made(off: int = 0) -> tuple[torch.Tensor | None, ...]:
+        slots = torch.zeros(3 + off, dtype=dtype)[off:]
+        a = torch.zeros(3, 40, dtype=BF16)[:, 1 : 1 + 32]
+        return (
+            slots, torch.zeros(3, dtype=dtype) if writes else None, torch.zeros(3, dtype=torch.int32),
+            torch.zeros(3, dtype=torch.int32), a, torch.zeros(32), torch.zeros(3, 1, 32, dtype=BF16) if clamp else None,
+        )  # fmt: skip
+
+    launch = rows.kept_index(read_padding=5, write_padding=6, limit=85.0)
+    calls = [made(), made(), made(off=1)]
+    for call in calls:
+        launch(*call, STREAM)  # type: ignore[arg-type]
+    assert hopper.asked == 1
+    assert hopper.loaded == ["index_kernel"], "addresses of this kernel need not be aligned"
+    assert [(stream, function) for stream, function, _ in hopper.launched] == [(0, 1), (STREAM, 1), (STREAM, 1)]
+    assert hopper.grids["index_kernel"] == (3, 1, 1)
+    names = row_kernels.index_kernel.arg_names
+    constants = {
+        "read_padding": 5, "write_padding": 6, "stride_row": 40 * clamp, "stride_token": 0, "count": 32 * clamp,
+        "limit": 85.0, "HEADS": 32 if clamp else 1, "HAS_WRITE": writes, "CLAMP": clamp,
+    }  # fmt: skip
+    for (_, _, arguments), (slots, write_slots, read, write, a, dt_bias, clamped) in zip(
+        hopper.launched, calls, strict=True
+    ):
+        named = dict(zip(names, at(arguments), strict=True))
+        assert {name: named[name] for name in constants} == constants
+        tensors = {"slots": slots, "read": read, "write": write, "a": a, "dt_bias": dt_bias}
+        tensors |= {"write_slots": write_slots if writes else slots, "clamped": clamped if clamp else slots}
+        assert {name: named[name] for name in tensors} == {n: t.data_ptr() for n, t in tensors.items() if t is not None}
+
+
+@pytest.mark.parametrize("tokens", [None, 2])
+def test_another_alignment_of_the_output_is_looked_up_again(
+    hopper: Lookups, rows: RowOperations, tokens: int | None
+) -> None:
+    shape = (3, 4, 128) if tokens is None else (3, tokens, 4, 128)
+
+    def made(off: int = 0) -> torch.Tensor:
+        """Rows apart by more than they hold."""
+        base = torch.zeros(*shape[:-1], 144, dtype=BF16)
+        flat = torch.zeros(base.numel() + off, dtype=BF16)[off:]
+        return flat.view(base.shape)[..., :128]
+
+    slots, long = torch.zeros(3, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)[1:]
+    launch = rows.kept_zero_rows()
+    outs = [made(off=1), made(), made(), made(off=1), made()]
+    for out, given in zip(outs, (slots, slots, slots, slots, long), strict=True):
+        launch(out, given, STREAM)
+    assert hopper.loaded == ["zero_rows_kernel"] * 2
+    assert [(stream, function) for stream, function, _ in hopper.launched] == [
+        (0, 1), (0, 2), (STREAM, 2), (0, 1), (STREAM, 2),
+    ]  # fmt: skip
+    assert hopper.asked == 3
+    for (_, _, arguments), out in zip(hopper.launched, outs, strict=True):
+        named = dict(zip(row_kernels.zero_rows_kernel.arg_names, at(arguments), strict=True))
+        assert named["out"] == out.data_ptr()
+        token = 0 if tokens is None else out.stride(1)
+        expected = (out.stride(0), token, out.stride(-2), out[0].numel(), 4, 128)
+        given = tuple(named[n] for n in ("stride_row", "stride_token", "stride_head", "count", "HEADS", "WIDTH"))
+        assert given == expected
+
+
+def test_launches_of_two_layouts_do_not_share_what_was_found(hopper: Lookups, rows: RowOperations) -> None:
+    slots = torch.zeros(2, dtype=torch.int32)
+    for heads in (4, 8):
+        launch = rows.kept_zero_rows()
+        for _ in range(2):
+            launch(torch.zeros(2, heads, 128, dtype=BF16), slots, STREAM)
+    assert [function for _, function, _ in hopper.launched] == [1, 1, 2, 2]
