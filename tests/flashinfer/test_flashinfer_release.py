@@ -40,7 +40,7 @@ def test_the_installed_sources_have_the_shorter_decode_of_a_bfloat16_pool() -> N
 
 
 def test_a_function_is_taken_for_a_shorter_one_by_its_arguments() -> None:
-    def one(A, b, scale=None):  # noqa: N803
+    def one(A, b, scale=None):
         raise AssertionError
 
     assert release.takes(one, ("A", "b"))
