@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -212,3 +214,19 @@ def compiled_by_calls(ranked: Ranked, checked: bool, seed: int, changes: dict[st
         agreement.exchange("done")
     kit.workspace.destroy()
     return before, after
+
+
+def meets_on_a_twin(ranked: Any, missing: int, seconds: float) -> tuple[str, str, float]:
+    """What comes of an agreement on a group without a CPU side, to which rank ``missing`` does not come; how long it
+    took."""
+    from torch.testing._internal.distributed import fake_pg  # noqa: F401  a backend of that name
+
+    group = dist.new_group(list(range(ranked.size)), backend="fake")
+    since = time.monotonic()
+    if ranked.rank == missing:
+        return "stayed away", "", 0.0
+    try:
+        heard = GroupAgreement(group, timedelta(seconds=seconds)).exchange(ranked.rank)
+    except AgreementError as exc:
+        return type(exc).__name__, str(exc), time.monotonic() - since
+    return "heard", str(heard), time.monotonic() - since

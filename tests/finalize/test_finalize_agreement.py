@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from finalize_fakes import Meeting
 from finalize_pool import Pool
-from prepare_tasks import asks_for, mailboxes_where
+from prepare_tasks import asks_for, mailboxes_where, meets_on_a_twin
 
 from qwen35.domain.errors import AgreementError, CreationError, RankTimeoutError
 from qwen35.services.finalize_agreement import Alone, together
@@ -90,3 +90,16 @@ def test_multiplexed_streams_of_one_rank_are_refused_by_all(two_ranks: Pool, on:
     assert [name for name, _ in out] == ["ConfigurationError" if here else "AgreementError" for here in multiplexed]
     assert f"rank {on}: the fused finalize cannot be used with multiplexed" in out[1 - on][1]
     assert {name for name, _ in two_ranks.run(asks_for, ["auto", "auto"], [True, True])} == {"ConfigurationError"}
+
+
+def test_a_rank_that_never_comes_to_agree_ends_the_wait_of_the_others() -> None:
+    pool = Pool(2)
+    try:
+        assert [text for _, text, _ in pool.run(meets_on_a_twin, -1, 20.0)] == ["[0, 1]"] * 2
+        waited, away = pool.run(meets_on_a_twin, 1, 2.0)
+    finally:
+        pool.close()
+    assert away[0] == "stayed away"
+    assert waited[0] == "AgreementError", waited
+    assert waited[1].startswith("the ranks could not be heard: ")
+    assert waited[2] < 20, "the time-out that was asked for bounds it"

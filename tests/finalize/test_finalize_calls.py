@@ -18,6 +18,7 @@ from qwen35.domain.errors import (
     DtypeError,
     HandoffError,
     ShapeError,
+    UnsupportedError,
     ValueRangeError,
 )
 from qwen35.domain.finalize_policy import Decision
@@ -69,12 +70,12 @@ def test_the_one_of_a_gemma_norm_is_added_once(weight: float) -> None:
         torch.testing.assert_close(got.norm.double(), expected, rtol=1e-5, atol=1e-6)
 
 
-def checked_pair(task: Any) -> tuple[list[Any], list[FakeFusion]]:
+def checked_pair(task: Any, checked: bool = True) -> tuple[list[Any], list[FakeFusion]]:
     meeting = Meeting(2)
     fakes = [FakeFusion(), FakeFusion()]
 
     def on(rank: int) -> Any:
-        each = service(fakes[rank], checked=True, agreements=Agreements(lambda _: meeting.side(rank)))
+        each = service(fakes[rank], checked=checked, agreements=Agreements(lambda _: meeting.side(rank)))
         each.prepare(signature(tp_size=2, rank=rank))
         return task(rank, each)
 
@@ -165,7 +166,50 @@ def test_checked_mode_leaves_no_rank_waiting_for_one_that_cannot_call(
     assert isinstance(out[1], error), out
     assert all(named in str(each) for each in out), out
     assert "rank 1: " in str(out[0])
+    assert out[1].__cause__.reasons == out[0].reasons, "who refuses alone is told that it is alone"
     assert all(fake.made[0].calls == [] for fake in fakes)
+
+
+def test_checked_mode_leaves_to_each_rank_what_all_of_them_refuse() -> None:
+    """Of contract errors a caller makes the same, whichever they are; not of others, nor in different calls."""
+    c = case()
+
+    def call(rank: int, each: FinalizeService) -> None:
+        broken = c.residual()[:, :-1] if rank else c.residual().bfloat16()
+        each.all_reduce(c.residual(), broken, c.gamma())
+
+    out, fakes = checked_pair(call)
+    assert [type(e) for e in out] == [DtypeError, ShapeError], out
+    assert [e.__cause__ for e in out] == [None, None]
+
+    def different(rank: int, each: FinalizeService) -> None:
+        if rank == 0:
+            each.workspace.destroy()
+        each.all_reduce(c.residual(), c.residual().bfloat16(), c.gamma())
+
+    def longer(rank: int, each: FinalizeService) -> None:
+        local = c.residual()[: rank + 1]
+        each.all_reduce(local, local.bfloat16(), c.gamma())
+
+    for task in (different, longer):
+        out, _ = checked_pair(task)
+        assert all(isinstance(e.__cause__, AgreementError) for e in out), out
+    assert all(fake.made[0].calls == [] for fake in fakes)
+
+
+@pytest.mark.parametrize("checked", [True, False])
+def test_what_a_caller_has_against_a_call_is_heard_by_every_rank_in_checked_mode(checked: bool) -> None:
+    c = case()
+
+    def call(rank: int, each: FinalizeService) -> None:
+        each.all_reduce(c.residual(), c.residual(), c.gamma(), against=("eps requires 1e-06, got 1e-05",) * rank)
+
+    out, fakes = checked_pair(call, checked)
+    named = "fake all-reduce: rank 1: eps requires 1e-06, got 1e-05" if checked else "fused all-reduce: eps requires"
+    assert isinstance(out[1], UnsupportedError)
+    assert str(out[1]).startswith(named)
+    assert str(out[0]) == (str(out[1]) if checked else "None")
+    assert [len(fake.made[0].calls) for fake in fakes] == ([0, 0] if checked else [1, 0])
 
 
 def test_checked_mode_sees_ranks_that_bring_different_calls() -> None:
