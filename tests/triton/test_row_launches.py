@@ -88,8 +88,8 @@ def test_the_second_index_launch_of_a_layout_is_not_looked_up(
     ):
         named = dict(zip(names, at(arguments), strict=True))
         assert {name: named[name] for name in constants} == constants
-        tensors = {"slots": slots, "read": read, "write": write, "a": a, "dt_bias": dt_bias}
-        tensors |= {"write_slots": write_slots if writes else slots, "clamped": clamped if clamp else slots}
+        tensors = {"slots": slots, "read": read, "write": write, "write_slots": write_slots if writes else slots}
+        tensors |= {"a": a, "dt_bias": dt_bias, "clamped": clamped} if clamp else {}
         assert {name: named[name] for name in tensors} == {n: t.data_ptr() for n, t in tensors.items() if t is not None}
 
 

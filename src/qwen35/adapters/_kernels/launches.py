@@ -20,28 +20,28 @@ LOW_BITS = 15
 class KeptLaunch:
     """Launches of ``kernel`` over ``grid`` with the arguments ``rest`` (constants among them) behind its pointers.
 
-    All launches are on the GPU of the first, whose current stream the caller names.
+    ``first`` launches and keeps what Triton found, ``again`` launches that once it is ``kept``: on the same GPU, and
+    where the addresses whose low bits matter have none set.
     """
 
-    __slots__ = ("_compiled", "_function", "_grid", "_kernel", "_metadata", "_options", "_rest", "_run")
+    __slots__ = ("_function", "_grid", "_kernel", "_metadata", "_options", "_rest", "_run", "kept")
 
     def __init__(self, kernel: Any, grid: Grid, rest: tuple[object, ...], **options: int) -> None:
         self._kernel, self._grid, self._rest, self._options = kernel, grid, rest, options
-        self._compiled = False
+        self.kept = False
         self._run: Any = None
         self._function: Any = None
         self._metadata: Any = None
 
-    def __call__(self, aligned: bool, tensors: tuple[Tensor, ...], stream: int) -> None:
-        """Launch with ``tensors``. ``aligned``: those whose low bits matter have none set. Triton's launch hooks are
-        called where it looks for the kernel only."""
-        if aligned and self._compiled:
-            x, y, z = self._grid
-            # Of a tensor the launcher asks the address, and then the driver whether it can be one.
-            addresses = [tensor.data_ptr() for tensor in tensors]
-            self._run(x, y, z, stream, self._function, self._metadata, None, None, None, *addresses, *self._rest)
-            return
+    def first(self, aligned: bool, *tensors: Tensor) -> None:
+        """Launch on the current stream. ``aligned``: the addresses whose low bits matter have none set."""
         found = self._kernel[self._grid](*tensors, *self._rest, **self._options)
         if aligned and isinstance(found, CompiledKernel):  # the interpreter compiles nothing
             self._run, self._function, self._metadata = found.run, found.function, found.packed_metadata
-            self._compiled = True
+            self.kept = True
+
+    def again(self, stream: int, *addresses: int) -> None:
+        """Launch on ``stream``. Of a tensor the launcher would ask the address, and then the driver whether it can be
+        one. Triton's launch hooks are not called."""
+        x, y, z = self._grid
+        self._run(x, y, z, stream, self._function, self._metadata, None, None, None, *addresses, *self._rest)

@@ -153,11 +153,17 @@ class TritonIndex:
         launch = self._launch
         if launch is None:
             launch = self._launch = self._like(slots, write_slots, a if clamped is not None else None)
-        tensors = (
-            slots, slots if write_slots is None else write_slots, read, write, slots if a is None else a,
-            slots if dt_bias is None else dt_bias, slots if clamped is None else clamped,
-        )  # fmt: skip
-        launch(True, tensors, stream)
+        if write_slots is None:
+            write_slots = slots
+        if clamped is None or a is None or dt_bias is None:
+            a = dt_bias = clamped = slots
+        if launch.kept:
+            launch.again(
+                stream, slots.data_ptr(), write_slots.data_ptr(), read.data_ptr(), write.data_ptr(), a.data_ptr(),
+                dt_bias.data_ptr(), clamped.data_ptr(),
+            )  # fmt: skip
+        else:
+            launch.first(True, slots, write_slots, read, write, a, dt_bias, clamped)
 
     def _like(self, slots: Tensor, write_slots: Tensor | None, a: Tensor | None) -> KeptLaunch:
         heads, count, strides = 1, 0, (0, 0)
@@ -182,7 +188,11 @@ class TritonZeroRows:
         launch = self._launch
         if launch is None:
             launch = self._launch = self._like(out)
-        launch(not out.data_ptr() & LOW_BITS, (out, slots), stream)
+        address = out.data_ptr()
+        if launch.kept and not address & LOW_BITS:
+            launch.again(stream, address, slots.data_ptr())
+        else:
+            launch.first(not address & LOW_BITS, out, slots)
 
     def _like(self, out: Tensor) -> KeptLaunch:
         heads, width = out.shape[-2:]
