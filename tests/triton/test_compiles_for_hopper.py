@@ -142,7 +142,7 @@ def test_a_decode_that_comes_again_is_launched_with_the_same_arguments(
     assert [function for function, _ in hopper.launched] == [1, 2, 2, 1, 2, 1]
     (_, first), (_, again) = hopper.launched[1:3]
     assert len(first) == len(again)
-    assert all(a is b if isinstance(a, torch.Tensor) else a == b for a, b in zip(first, again, strict=True))
+    assert [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in first] == list(again)
     named = dict(zip(gdn_decode.decode_kernel.arg_names, again, strict=True))
     config = gdn_config.decode_config(128, 128, 4, HEADS)
     expected = {
@@ -153,7 +153,7 @@ def test_a_decode_that_comes_again_is_launched_with_the_same_arguments(
     }  # fmt: skip
     assert {name: named[name] for name in expected} == expected
     for name, tensor in (("q", call.q), ("states", call.states), ("out", out), ("write_slots", call.write_slots)):
-        assert named[name] is tensor
+        assert named[name] == (None if tensor is None else tensor.data_ptr())
 
 
 @pytest.mark.parametrize("tree", [False, True])

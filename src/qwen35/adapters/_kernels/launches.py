@@ -33,14 +33,14 @@ class KeptLaunch:
         self._function: Any = None
         self._metadata: Any = None
 
-    def first(self, aligned: bool, *tensors: Tensor) -> None:
+    def first(self, aligned: bool, *tensors: Tensor | None) -> None:
         """Launch on the current stream. ``aligned``: the addresses whose low bits matter have none set."""
         found = self._kernel[self._grid](*tensors, *self._rest, **self._options)
         if aligned and isinstance(found, CompiledKernel):  # the interpreter compiles nothing
             self._run, self._function, self._metadata = found.run, found.function, found.packed_metadata
             self.kept = True
 
-    def again(self, stream: int, *addresses: int) -> None:
+    def again(self, stream: int, *addresses: int | None) -> None:
         """Launch on ``stream``. Of a tensor the launcher would ask the address, and then the driver whether it can be
         one. Triton's launch hooks are not called."""
         x, y, z = self._grid

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.compiler import CompiledKernel
 
+from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch
 from qwen35.adapters.triton.kernels.gdn_common import delta_step, load_gates, load_pieces, rounded, store_pieces
 from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig, power_of_two
 from qwen35.adapters.triton.kernels.gdn_launch import gate_arguments, scale_of
 from qwen35.ports.gated_delta_rule import DecodeCall
+from qwen35.services.devices import current_stream
 
 _SCALARS = ["gate", "beta", "A_log", "dt_bias", "slots", "write_slots"]
 
@@ -66,29 +66,27 @@ class DecodeLaunch:
     """What launches of calls that look like ``call``, which has at least one row, have in common. ``out_strides``: of
     rows and heads of their outputs.
 
-    Triton finds the compiled kernel anew by every argument of every launch, which takes it longer than the launch. Of
-    what it looks at, calls of one layout differ in nothing but the addresses, and in these it asks only whether they
-    are multiples of 16 bytes; so the kernel that it found for aligned ones is kept, and launched for aligned ones.
+    The kernel that Triton found for addresses that are multiples of 16 bytes is kept, and launched for such addresses.
     """
 
-    __slots__ = ("_compiled", "_constants", "_grid", "_options", "_raw", "_scalars")
+    __slots__ = ("_device", "_launch", "_raw")
 
     def __init__(self, call: DecodeCall, config: DecodeConfig, out_strides: tuple[int, int]) -> None:
         batch, heads, value_width = call.v.shape
         key_heads, key_width = call.q.shape[1:]
         gate, beta, _, _, self._raw = gate_arguments(call.gates)
-        self._grid = batch * heads * -(-value_width // config.block_v), 1, 1
-        self._scalars = (
+        self._device = call.v.device
+        scalars = (
             scale_of(call.scale, key_width), *call.q.stride()[:2], *call.k.stride()[:2], *call.v.stride()[:2],
             gate.stride(0), beta.stride(0), *out_strides, call.states.stride(0),
         )  # fmt: skip
         #: HV, RATIO, K, V, PIECES, INNER, BLOCK_V, RAW, READ_ONCE, WRITE_ONCE
-        self._constants = (
+        constants = (
             heads, heads // key_heads, key_width, value_width, power_of_two(key_width) // config.inner, config.inner,
             config.block_v, self._raw, config.read_once, config.write_once,
         )  # fmt: skip
-        self._options = {"num_warps": config.num_warps, "num_stages": 1}
-        self._compiled: Callable[..., None] | None = None
+        grid = batch * heads * -(-value_width // config.block_v), 1, 1
+        self._launch = KeptLaunch(decode_kernel, grid, (*scalars, *constants), num_warps=config.num_warps, num_stages=1)
 
     def __call__(self, call: DecodeCall, out: Tensor) -> None:
         """Launch ``call``; writes ``out`` [B, HV, V] and the pool."""
@@ -96,18 +94,19 @@ class DecodeLaunch:
         gate, beta, A_log, dt_bias = (
             (gates.a, gates.b, gates.A_log, gates.dt_bias) if self._raw else (gates.g, gates.beta, None, None)
         )
-        q, k, v, states = call.q, call.k, call.v, call.states
-        arguments = (
-            q, k, v, gate, beta, A_log, dt_bias, states, call.slots, call.write_slots, out, *self._scalars,
-            *self._constants,
+        q, k, v, states, slots, write_slots = call.q, call.k, call.v, call.states, call.slots, call.write_slots
+        at_q, at_k, at_v, at_states, at_out = (
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), states.data_ptr(), out.data_ptr(),
         )  # fmt: skip
-        aligned = not (q.data_ptr() | k.data_ptr() | v.data_ptr() | states.data_ptr() | out.data_ptr()) & 15
-        if aligned and self._compiled is not None:
-            self._compiled(*arguments)
-            return
-        kernel = decode_kernel[self._grid](*arguments, **self._options)
-        if aligned and isinstance(kernel, CompiledKernel):
-            self._compiled = kernel[self._grid]
+        aligned, launch = not (at_q | at_k | at_v | at_states | at_out) & LOW_BITS, self._launch
+        if aligned and launch.kept:
+            launch.again(
+                current_stream(self._device), at_q, at_k, at_v, gate.data_ptr(), beta.data_ptr(),
+                None if A_log is None else A_log.data_ptr(), None if dt_bias is None else dt_bias.data_ptr(),
+                at_states, slots.data_ptr(), None if write_slots is None else write_slots.data_ptr(), at_out,
+            )  # fmt: skip
+        else:
+            launch.first(aligned, q, k, v, gate, beta, A_log, dt_bias, states, slots, write_slots, out)
 
 
 def launch_decode(call: DecodeCall, out: Tensor, config: DecodeConfig) -> None:
