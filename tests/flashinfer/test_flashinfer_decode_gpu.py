@@ -55,6 +55,30 @@ def test_decode_matches_the_oracle_and_padding_touches_no_slot(bench: Bench, sta
             )  # fmt: skip
 
 
+@pytest.mark.row("D14")
+@pytest.mark.case("C3")
+@pytest.mark.parametrize("null", [0, NULL])
+@pytest.mark.parametrize("rows", [3, 128], ids=["few rows", "many rows"])
+def test_padded_bfloat16_decodes_one_after_another_keep_every_slot_but_the_null_slot(
+    bench: Bench, rows: int, null: int
+) -> None:
+    """The first has its launches looked up, the others go by what was kept."""
+    adapter = bench.adapter(BF16, null=null)
+    slots = [-1 if i % 3 == 1 else i + 2 for i in range(rows)]
+    live, padded = [s for s in slots if s >= 0], bench.ints(*slots) < 0
+    for turn in range(3):
+        call = DecodeCall(**bench.tokens(rows), states=bench.pool(BF16, rows + 2), slots=bench.ints(*slots))
+        before, (want, states) = call.states.clone(), bench.true_decode(call)
+        out = adapter.decode(call)
+        what = f"call {turn}, seed {bench.seed}"
+        untouched(before, call.states, set(range(rows + 2)) - set(live) - {null}, what)
+        assert bool((out[padded] == 0).all()), what
+        within(
+            bench, adapter, Phase.DECODE, BF16, ("out", out[~padded], want[~padded]),
+            ("state", call.states[live], states[live]),
+        )  # fmt: skip
+
+
 @pytest.mark.case("C3")
 def test_bfloat16_without_a_null_slot_is_refused_or_never_pads(bench: Bench) -> None:
     call = DecodeCall(**bench.tokens(2), states=bench.pool(BF16), slots=bench.ints(0, 3))
