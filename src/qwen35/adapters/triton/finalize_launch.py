@@ -72,6 +72,14 @@ class Cut:
         """Whether a launch of ``rows`` is one-shot."""
         return self.tuning.one_shot(rows, self.signature.tp_size)
 
+    def single(self, rows: int) -> bool:
+        """Whether a one-shot launch of ``rows`` has a program for each row."""
+        return self.splits(rows) == 1 and rows <= self.wave
+
+    def kernel(self, rows: int) -> tuple[int, bool]:
+        """What a launch of ``rows`` is compiled for: programs that share a row (0: two-step), and ``single``."""
+        return (self.splits(rows), self.single(rows)) if self.one_shot(rows) else (0, False)
+
     @property
     def split_rows(self) -> int:
         """Rows from there on are never shared by programs."""
@@ -164,8 +172,8 @@ def _call(
     if one_shot:
         slice_block = int(triton.next_power_of_2(signature.hidden // splits))
         return finalize_one_shot, programs, arguments | {
-            "SPLITS": splits, "SLICE_BLOCK": slice_block, "PIECES": max(1, slice_block // cut.tuning.piece),
-            "RECEIVE": phases[2],
+            "SPLITS": splits, "SINGLE": cut.single(m), "SLICE_BLOCK": slice_block,
+            "PIECES": max(1, slice_block // cut.tuning.piece), "RECEIVE": phases[2],
         }  # fmt: skip
     return finalize_two_step, programs, arguments | {
         "outbox": mail.outbox, "outboxes": mail.outboxes, "TOKEN": _TYPES[signature.dtype],

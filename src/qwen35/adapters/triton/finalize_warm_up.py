@@ -55,12 +55,9 @@ def _every(cut: Cut, most: int) -> Iterator[Rows]:
 
 
 def _telling_sizes(cut: Cut, most: int) -> list[int]:
-    """One m for each kernel: the largest launch of each number of splits, and of each kind.
+    """One m for each kernel: the largest launch that it serves.
 
     A single row comes first: of many, a rank sends the next while it waits, so who waits for a missing one is late too.
     """
-    by_kernel: dict[tuple[bool, int], int] = {}
-    for m in range(1, most + 1):
-        one_shot = cut.one_shot(m)
-        by_kernel[one_shot, cut.splits(m) if one_shot else 1] = m
+    by_kernel = {cut.kernel(m): m for m in range(1, most + 1)}
     return sorted({1, *by_kernel.values()})

@@ -160,6 +160,27 @@ def await_total(
 
 
 @triton.jit
+def await_others(
+    slots, source, columns, held, own, rank, missing, spin_limit,
+    N: tl.constexpr, D: tl.constexpr, WIRE: tl.constexpr, CHECKED: tl.constexpr,
+):  # fmt: skip
+    """As ``await_total``, with this rank's ``own`` words [n] at hand: its slot is not read."""
+    mine = source == rank
+    here = slots + source * D + columns[None, :]
+    mask = (source < N) & (source != rank) & (columns[None, :] < D)
+    words = tl.where(mine, own[None, :], tl.load(here, mask=mask, other=0, volatile=True))
+    total, late, squares = _total_of(words, held, WIRE)
+    spins = spin_limit
+    while _again(late, spins, CHECKED):
+        words = tl.where(mine, own[None, :], tl.load(here, mask=mask, other=0, volatile=True))
+        total, late, squares = _total_of(words, held, WIRE)
+        spins -= 1
+    if CHECKED:
+        _note_missing(words, late, missing, source, source < N)
+    return total, squares
+
+
+@triton.jit
 def _again(late, spins, CHECKED: tl.constexpr):
     if CHECKED:
         return (late != 0) & (spins > 0)
