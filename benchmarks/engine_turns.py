@@ -105,7 +105,7 @@ class Turns:
         """Every measure of every engine, round after round; whoever was first is last in the next round."""
         for number in range(rounds + 1):
             names = [name for name in self._running if name in self._talks]
-            for measure in measures:
+            for measure in measures if names else ():
                 for name in names[number % len(names) :] + names[: number % len(names)]:
                     if name in self._talks and time.monotonic() < deadline:
                         self._take(name, measure, number)

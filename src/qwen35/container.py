@@ -32,9 +32,7 @@ class Container(containers.DeclarativeContainer):
     finalize = providers.Singleton(make_finalize, settings, registry, counters, workspaces)
 
 
-def build(
-    settings: Settings | None = None, *, adapters: Iterable[AdapterEntry] = (), **overrides: Any
-) -> Container:
+def build(settings: Settings | None = None, *, adapters: Iterable[AdapterEntry] = (), **overrides: Any) -> Container:
     """The wired container.
 
     ``settings`` (None: environment and ``qwen35.toml``) with ``overrides`` of single settings on top;

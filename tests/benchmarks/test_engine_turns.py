@@ -64,3 +64,13 @@ def test_a_round_that_is_late_is_left_out(tmp_path: Path) -> None:
     turns.end()
     assert turns.samples == {}
     assert turns.failures == []
+
+
+def test_no_engine_that_came_up_is_no_round(tmp_path: Path) -> None:
+    path = Path(tempfile.mkdtemp()) / "socket"
+    gone = Step("absent", (sys.executable, "-c", "raise SystemExit('no such model')"), tmp_path / "absent.log", 30.0)
+    turns = Turns([gone], path, time.monotonic() + 60)
+    turns.run((Measure(1, 100),), 3, time.monotonic() + 60)
+    turns.end()
+    assert turns.samples == {}
+    assert [failure["name"] for failure in turns.failures] == ["absent"]

@@ -23,7 +23,13 @@ GROUP = object()
 
 def signature(**changes: Any) -> WorkspaceSignature:
     values: dict[str, Any] = {
-        "group": GROUP, "tp_size": 1, "rank": 0, "hidden": 16, "top_k": 2, "max_m": 32, "dtype": "float32",
+        "group": GROUP,
+        "tp_size": 1,
+        "rank": 0,
+        "hidden": 16,
+        "top_k": 2,
+        "max_m": 32,
+        "dtype": "float32",
     }
     return WorkspaceSignature(**(values | changes))
 

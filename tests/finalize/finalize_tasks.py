@@ -37,9 +37,7 @@ def fusion_named(name: str, device: str, **options: Any) -> FinalizeFusion:
 
 def signature_for(ranked: Ranked, **changes: Any) -> WorkspaceSignature:
     values = {"hidden": 96, "top_k": 4, "max_m": 40} | changes
-    return WorkspaceSignature(
-        group=ranked.group, tp_size=ranked.size, rank=ranked.rank, device=ranked.device, **values
-    )
+    return WorkspaceSignature(group=ranked.group, tp_size=ranked.size, rank=ranked.rank, device=ranked.device, **values)
 
 
 def kit_for(ranked: Ranked, name: str, **changes: Any) -> FinalizeKit:

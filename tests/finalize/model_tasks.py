@@ -65,10 +65,7 @@ def model_passes(
         counters, choice = container.counters(), container.finalize().choice
         kinds = ("finalize", "all-reduce")
         name = None if choice is None else choice.name
-        calls = {
-            kind: counters.total("calls", port="finalize_fusion", phase=kind)
-            for kind in kinds
-        }
+        calls = {kind: counters.total("calls", port="finalize_fusion", phase=kind) for kind in kinds}
         step = model.latest_step
         return Passes(logits, calls, name, () if step is None else step.finalize.reasons)
     finally:

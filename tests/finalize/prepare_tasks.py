@@ -164,22 +164,33 @@ def asks_for(ranked: Ranked, settings: Sequence[str], multiplexed: Sequence[bool
     return "prepared" if prepared else "nothing", ""
 
 
-def prepare_without_memory(ranked: Ranked, on: int, changes: dict[str, Any]) -> str:
-    """What ``prepare`` says on a GPU whose rank ``on`` may allocate no more than it has by now; then it works again."""
-    from finalize_tasks import fusion_named
+class Full:
+    """Torch's symmetric memory, which has no more on one rank: what is asked of the GPU there is more than any has."""
 
-    fusion, asked = fusion_named("triton", ranked.device), signature_for(ranked, **changes)
-    said = "made"
-    torch.cuda.empty_cache()
-    if ranked.rank == on:
-        torch.cuda.set_per_process_memory_fraction(1e-9, ranked.device)
+    def __init__(self, full: bool) -> None:
+        from qwen35.adapters.triton.finalize_mailboxes import SymmetricMemory
+
+        self._size, self._whole = 2**50 if full else 0, SymmetricMemory()
+
+    def allocate(self, size: int, device: str) -> Tensor:
+        if self._size:
+            return torch.empty(self._size, dtype=torch.uint8, device=device)
+        return self._whole.allocate(size, device)
+
+    def meet(self, own: Tensor, group: Any) -> tuple[Sequence[Tensor], Any]:
+        return self._whole.meet(own, group)
+
+
+def prepare_without_memory(ranked: Ranked, on: int, changes: dict[str, Any]) -> str:
+    """What ``prepare`` says where the memory of rank ``on`` is full; then it works again."""
+    from qwen35.adapters.triton.finalize_fusion import make_workspace
+
+    cut, agreement, said = cut_for(ranked, **changes), GroupAgreement(ranked.group), "made"
     try:
-        fusion.prepare(asked).destroy()
+        make_workspace(cut, agreement, 0, memory=Full(ranked.rank == on)).destroy()
     except CreationError as exc:
         said = str(exc)
-    finally:
-        torch.cuda.set_per_process_memory_fraction(1.0, ranked.device)
-    fusion.prepare(asked).destroy()
+    make_workspace(cut, agreement, 0).destroy()
     return said
 
 

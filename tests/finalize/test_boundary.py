@@ -114,9 +114,7 @@ def handoff_of(seed: int, m: int = 3) -> FinalizeHandoff:
 
 
 @pytest.mark.row("C05")
-def test_an_announced_handoff_passes_untouched_and_a_missing_one_is_an_error(
-    prepared: Boundaries, seed: int
-) -> None:
+def test_an_announced_handoff_passes_untouched_and_a_missing_one_is_an_error(prepared: Boundaries, seed: int) -> None:
     plan, handoff = LayerPlan(defer=True, fuse=True), handoff_of(seed)
     assert prepared.after_mlp(handoff, plan) is handoff
     with pytest.raises(HandoffError, match="expected a FinalizeHandoff"):
@@ -151,9 +149,7 @@ def test_layers_defer_only_where_the_step_is_eligible(prepared: Boundaries) -> N
 
 
 @pytest.mark.row("B14")
-def test_a_handoff_where_it_cannot_be_finalized_is_an_error(
-    prepared: Boundaries, norm: RMSNorm, seed: int
-) -> None:
+def test_a_handoff_where_it_cannot_be_finalized_is_an_error(prepared: Boundaries, norm: RMSNorm, seed: int) -> None:
     handoff, residual = handoff_of(seed), torch.randn(3, HIDDEN)
     normed, _ = prepared.add_and_norm(handoff, residual, norm, step_of(prepared))
     assert torch.equal(normed, torch.ones(3, HIDDEN)), "the fake workspace fills with ones"

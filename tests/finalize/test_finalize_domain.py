@@ -306,11 +306,17 @@ COMMON: dict[str, Any] = {
     "multiplexed_streams": True, "deepstack": True, "gemma_norm": False, "has_residual": False,
 }  # fmt: skip
 FINALIZE: dict[str, Any] = {
-    "mlp_scattered": True, "expert_parallel": 2, "sparse_moe": False, "supports_deferral": False,
+    "mlp_scattered": True,
+    "expert_parallel": 2,
+    "sparse_moe": False,
+    "supports_deferral": False,
     "shared_expert_separate": False,
 }
 ALL_REDUCE: dict[str, Any] = {
-    "gathers_hidden_states": False, "residual_full": False, "attention_data_parallel": 2, "attention_tp_size": 1,
+    "gathers_hidden_states": False,
+    "residual_full": False,
+    "attention_data_parallel": 2,
+    "attention_tp_size": 1,
     "quantised_communication": True,
 }
 

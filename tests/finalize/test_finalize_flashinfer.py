@@ -27,7 +27,13 @@ HOPPER = replace(BLACKWELL, compute_capability=(9, 0), no_multicast=("multicast 
 def signature(**changes: Any) -> WorkspaceSignature:
     """The one public shape that FlashInfer 0.6.18 has a profile for."""
     values: dict[str, Any] = {
-        "group": object(), "tp_size": 8, "rank": 3, "hidden": 8192, "top_k": 10, "max_m": 512, "device": "cuda:0",
+        "group": object(),
+        "tp_size": 8,
+        "rank": 3,
+        "hidden": 8192,
+        "top_k": 10,
+        "max_m": 512,
+        "device": "cuda:0",
     }
     return WorkspaceSignature(**(values | changes))
 
@@ -196,9 +202,7 @@ def test_it_supports_what_the_signature_and_flashinfer_allow(config: Any) -> Non
 
 @pytest.mark.row("A06")
 @pytest.mark.parametrize(("before", "sets"), [("CUDA", []), ("NVSHMEM", []), (None, ["NCCL"])])
-def test_a_symmetric_memory_backend_that_is_chosen_stays(
-    config: Any, before: str | None, sets: list[str]
-) -> None:
+def test_a_symmetric_memory_backend_that_is_chosen_stays(config: Any, before: str | None, sets: list[str]) -> None:
     memory = SymmetricMemory(before)
     prepared(config, backend=lambda: memory)
     assert memory.sets == sets
@@ -246,8 +250,10 @@ def test_the_ipc_backend_needs_no_multicast_and_says_what_it_needs() -> None:
     ipc = FlashInferIpcFusion(HOPPER)
     assert ipc.supports(signature(hidden=2048, top_k=8, tp_size=2, rank=0, max_m=64))
     bad = {
-        "tensor parallel size": {"tp_size": 3, "rank": 0}, "dtype": {"dtype": "float32"},
-        "max_m requires at most 64": {"max_m": 65}, "device": {"device": "cpu"},
+        "tensor parallel size": {"tp_size": 3, "rank": 0},
+        "dtype": {"dtype": "float32"},
+        "max_m requires at most 64": {"max_m": 65},
+        "device": {"device": "cpu"},
     }
     for reason, change in bad.items():
         reasons = ipc.supports(signature(**{"max_m": 64} | change)).reasons

@@ -211,9 +211,7 @@ def test_threads_that_prepare_together_agree_over_one_exchange_and_make_one_work
             return meeting.side(rank)
 
         each = service(fakes[rank], agreements=Agreements(agreement))
-        threads = [
-            threading.Thread(target=each.prepare, args=(signature(tp_size=2, rank=rank),)) for _ in range(16)
-        ]
+        threads = [threading.Thread(target=each.prepare, args=(signature(tp_size=2, rank=rank),)) for _ in range(16)]
         for thread in threads:
             thread.start()
         for thread in threads:

@@ -156,9 +156,7 @@ def test_ranks_hold_pieces_that_make_up_the_checkpoint(
             assert not joined.narrow(dim, full.shape[dim], joined.shape[dim] - full.shape[dim]).any()
 
 
-def test_a_weight_that_one_rank_alone_finds_bad_is_an_error_on_both(
-    two_ranks: Pool, tmp_path: Path, seed: int
-) -> None:
+def test_a_weight_that_one_rank_alone_finds_bad_is_an_error_on_both(two_ranks: Pool, tmp_path: Path, seed: int) -> None:
     build_theirs("dense", seed).save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors["model.layers.0.mlp.up_proj.weight"][-1, 0] = float("nan")

@@ -80,9 +80,7 @@ def call_all(workspace: Any) -> None:
 
 @pytest.mark.parametrize("checked", [False, True])
 @pytest.mark.parametrize("shared", [False, True])
-def test_no_call_asks_for_a_kernel_that_was_not_compiled_before(
-    asked: list[str], checked: bool, shared: bool
-) -> None:
+def test_no_call_asks_for_a_kernel_that_was_not_compiled_before(asked: list[str], checked: bool, shared: bool) -> None:
     of = signature(tp_size=2, hidden=64, max_m=40, dtype="bfloat16", shared_expert=shared)
     workspace = workspace_of(of, 1000 if checked else 0)
     before = set(asked)

@@ -63,9 +63,7 @@ def try_to_build(registry: AdapterRegistry, settings: Settings) -> BuildFacts:
 
 
 def _facts(setting: str, port: str, requested: str, reason: str, *, ok: bool = True) -> ChoiceFacts:
-    return ChoiceFacts(
-        setting=setting, requested=requested, port=port, adapter=None, ok=ok, reason=reason, rejected={}
-    )
+    return ChoiceFacts(setting=setting, requested=requested, port=port, adapter=None, ok=ok, reason=reason, rejected={})
 
 
 def _chosen(registry: AdapterRegistry, setting: str, port: str, requested: str) -> ChoiceFacts:

@@ -145,9 +145,7 @@ def gated_delta_rule_by(adapter: str) -> dict[str, Any]:
     return {"gdn_decode": adapter, "gdn_extend": adapter, "gdn_verify": adapter}
 
 
-def load(
-    container: Container, settings: Settings, checkpoint: Path, ranks: TensorParallel | None = None
-) -> Model:
+def load(container: Container, settings: Settings, checkpoint: Path, ranks: TensorParallel | None = None) -> Model:
     """The checkpoint on the container's services; ``ranks`` None: on this process alone."""
     from qwen35.model import TensorParallel, load_model
 
@@ -190,9 +188,7 @@ def compare_with(model: Model, settings: Settings, first: Generation, sampling: 
 
     state_dtype = parse.state_dtype(settings.state_dtype)
     model.prepare(max_batch=1, max_tokens=len(first.prompt), state_dtype=state_dtype)
-    session = Session(
-        model, slots=1, max_length=len(first.prompt) + len(first.tokens), state_dtype=state_dtype
-    )
+    session = Session(model, slots=1, max_length=len(first.prompt) + len(first.tokens), state_dtype=state_dtype)
     slot, generators = session.open(), sampling.generators(1)
     logits = session.extend([slot], [first.prompt])
     steps, difference, other = [], None, None

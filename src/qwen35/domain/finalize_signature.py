@@ -55,7 +55,7 @@ class WorkspaceSignature:
         return self.device.partition(":")[0]
 
     def differences(self, asked: WorkspaceSignature) -> tuple[str, ...]:
-        """"hidden: has 2048, asked 4096" for every field in which this signature does not cover ``asked``."""
+        """ "hidden: has 2048, asked 4096" for every field in which this signature does not cover ``asked``."""
         out = []
         for field in fields(self):
             have, want = getattr(self, field.name), getattr(asked, field.name)

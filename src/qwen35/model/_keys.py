@@ -14,9 +14,7 @@ class Keys:
     ``prefix`` names the object in messages; ``parent`` is where a nested view collects.
     """
 
-    def __init__(
-        self, values: Mapping[str, object], where: str, prefix: str = "", parent: Keys | None = None
-    ) -> None:
+    def __init__(self, values: Mapping[str, object], where: str, prefix: str = "", parent: Keys | None = None) -> None:
         self.where = where
         self._values, self._prefix = values, prefix
         self._problems: list[str] = [] if parent is None else parent._problems

@@ -126,9 +126,7 @@ class Boundaries:
         finished = finish_mlp_output(output, deferred=plan.defer, pending=pending)
         return self._parallel.all_reduce(finished) if isinstance(finished, Tensor) else finished
 
-    def add_and_norm(
-        self, output: Unfinished, residual: Tensor, norm: RMSNorm, step: Step
-    ) -> tuple[Tensor, Tensor]:
+    def add_and_norm(self, output: Unfinished, residual: Tensor, norm: RMSNorm, step: Step) -> tuple[Tensor, Tensor]:
         """(normed, new residual), both [T, hidden], of a block's ``output`` and the residual before it."""
         if isinstance(output, Tensor):
             return add_and_norm(output, residual, norm)

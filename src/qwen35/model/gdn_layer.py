@@ -60,9 +60,7 @@ class GdnLayer(nn.Module):
     def _convolve(self, x: Tensor, batch: Batch, pool: GdnPool) -> Tensor:
         weight = self.conv1d.weight.squeeze(1)
         if batch.phase is Phase.DECODE:
-            return self.convolution.decode(
-                ConvDecodeCall(x=x, weight=weight, windows=pool.windows, slots=batch.slots)
-            )
+            return self.convolution.decode(ConvDecodeCall(x=x, weight=weight, windows=pool.windows, slots=batch.slots))
         return self.convolution.extend(
             ConvExtendCall(
                 x=x, weight=weight, windows=pool.windows, slots=batch.slots, cu_seqlens=batch.cu_seqlens,
@@ -72,9 +70,7 @@ class GdnLayer(nn.Module):
 
     def _recur(self, q: Tensor, k: Tensor, v: Tensor, gates: RawGates, batch: Batch, pool: GdnPool) -> Tensor:
         if batch.phase is Phase.DECODE:
-            return self.rule.decode(
-                DecodeCall(q=q, k=k, v=v, gates=gates, states=pool.states, slots=batch.slots)
-            )
+            return self.rule.decode(DecodeCall(q=q, k=k, v=v, gates=gates, states=pool.states, slots=batch.slots))
         call = ExtendCall(
             q=q, k=k, v=v, gates=gates, states=pool.states, slots=batch.slots, cu_seqlens=batch.cu_seqlens,
             seq_lens_host=batch.lengths, fresh=batch.fresh,

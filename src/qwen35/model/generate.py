@@ -149,9 +149,7 @@ class _Run:
         for _ in range(left):
             if not live:
                 break
-            logits = self._session.decode(
-                [self._slots[i] for i in live], [self._requests[i].tokens[-1] for i in live]
-            )
+            logits = self._session.decode([self._slots[i] for i in live], [self._requests[i].tokens[-1] for i in live])
             live = self._take(live, logits)
             self._bar.advance(task)
 

@@ -75,9 +75,7 @@ class _Loaded:
     weights: dict[str, Tensor]
 
 
-def _load(
-    path: Path, ranks: TensorParallel, device: torch.device, dtype: torch.dtype | None, quiet: bool
-) -> _Loaded:
+def _load(path: Path, ranks: TensorParallel, device: torch.device, dtype: torch.dtype | None, quiet: bool) -> _Loaded:
     """What the directory holds, of the weights this rank's share."""
     config = read_config(path)
     chosen = _dtype(config, dtype)

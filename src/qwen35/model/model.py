@@ -77,9 +77,7 @@ class Model(nn.Module):
             state_dtype=state_dtype,
         )  # fmt: skip
 
-    def prepare(
-        self, *, max_batch: int, max_tokens: int, state_dtype: torch.dtype = torch.float32
-    ) -> None:
+    def prepare(self, *, max_batch: int, max_tokens: int, state_dtype: torch.dtype = torch.float32) -> None:
         """Let the kernels plan for batches of up to these sizes; tensor-parallel ranks call this together.
 
         Raises ``UnsupportedError`` where one cannot, ``WorkspaceError`` where the fused finalize has no workspace.
@@ -100,9 +98,7 @@ class Model(nn.Module):
         self._boundaries.prepare([*norms, self.norm], self.dtype, self.device)
 
     @torch.no_grad()
-    def forward(
-        self, tokens: Tensor, batch: Batch, pools: Pools, logits_of: Literal["last", "all"] = "last"
-    ) -> Tensor:
+    def forward(self, tokens: Tensor, batch: Batch, pools: Pools, logits_of: Literal["last", "all"] = "last") -> Tensor:
         """Logits in float32: [S, vocabulary] after each request's last token, or [T, vocabulary] after every one.
 
         ``tokens`` [T] int64, packed as ``batch`` says. Mutates ``pools``: the batch's slots hold its tokens
@@ -148,7 +144,4 @@ class Model(nn.Module):
             outside = (tokens < 0) | (tokens >= self.config.vocabulary)
             if bool(outside.any()):
                 at = int(outside.nonzero()[0])
-                raise ValueRangeError(
-                    f"tokens[{at}] must be in 0..{self.config.vocabulary - 1}, got {int(tokens[at])}"
-                )
-
+                raise ValueRangeError(f"tokens[{at}] must be in 0..{self.config.vocabulary - 1}, got {int(tokens[at])}")

@@ -19,9 +19,7 @@ class Session:
     the slots it named in an undefined state: close them.
     """
 
-    def __init__(
-        self, model: Model, *, slots: int, max_length: int, state_dtype: torch.dtype = torch.float32
-    ) -> None:
+    def __init__(self, model: Model, *, slots: int, max_length: int, state_dtype: torch.dtype = torch.float32) -> None:
         self.model = model
         self.pools = model.pools(slots=slots, max_length=max_length, state_dtype=state_dtype)
 

@@ -134,8 +134,9 @@ def _moe(c: TextConfig, prefix: str) -> Named:
     )
     down = tuple(Part(f"{prefix}experts.{e}.down_proj.weight", e, 0, c.hidden) for e in experts)
     yield f"{at}gate.weight", WeightSpec(shape=(m.experts, c.hidden))
-    yield f"{at}experts.gate_up_proj", WeightSpec(
-        shape=(m.experts, 2 * width, c.hidden), shard_dim=1, blocks=(width, width), parts=gate_up
+    yield (
+        f"{at}experts.gate_up_proj",
+        WeightSpec(shape=(m.experts, 2 * width, c.hidden), shard_dim=1, blocks=(width, width), parts=gate_up),
     )
     yield f"{at}experts.down_proj", WeightSpec(shape=(m.experts, c.hidden, width), shard_dim=2, parts=down)
     yield from _gated(c.hidden, m.shared_width, f"{at}shared_expert.")

@@ -86,8 +86,7 @@ def last_contiguous(name: str, tensor: Tensor) -> None:
     """Tokens may be views of a packed projection: only the last dimension must be contiguous."""
     if tensor.shape[-1] > 1 and tensor.stride(-1) != 1 and tensor.numel():
         raise LayoutError(
-            f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}; "
-            "call .contiguous() on it"
+            f"{name} must be contiguous in its last dimension, got strides {tensor.stride()}; call .contiguous() on it"
         )
 
 
@@ -163,9 +162,7 @@ def host_lengths(seq_lens_host: tuple[int, ...], sequences: int, tokens: int) ->
         raise ValueRangeError(f"seq_lens_host must add up to T = {tokens}, got {sum(seq_lens_host)}")
 
 
-def rows_and_parents(
-    rows: Tensor | None, parents: Tensor | None, slots: Tensor, capacity: int, values: bool
-) -> None:
+def rows_and_parents(rows: Tensor | None, parents: Tensor | None, slots: Tensor, capacity: int, values: bool) -> None:
     """Shapes of ``rows`` and ``parents``, and with ``values`` their ranges over live rows."""
     batch = slots.shape[0]
     if rows is not None:

@@ -33,12 +33,12 @@ def phase_of(call: object) -> Phase:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """"float32" for ``torch.float32``."""
+    """ "float32" for ``torch.float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def requires(what: str, allowed: Set[object] | None, got: object) -> str | None:
-    """"X requires Y, got Z" where ``got`` is not allowed; None allows everything."""
+    """ "X requires Y, got Z" where ``got`` is not allowed; None allows everything."""
     if allowed is None or got in allowed:
         return None
     return f"{what} requires {' or '.join(sorted(map(str, allowed)))}, got {got}"

@@ -62,9 +62,7 @@ def choose_fusion(
     raise UnavailableError(f"{PORT} adapter {requested!r}", found)
 
 
-def _against(
-    adapters: AdapterRegistry, name: str, signature: WorkspaceSignature
-) -> tuple[bool, tuple[str, ...]]:
+def _against(adapters: AdapterRegistry, name: str, signature: WorkspaceSignature) -> tuple[bool, tuple[str, ...]]:
     """Whether the adapter needs peers of one host, and this rank's reasons against it."""
     usable = adapters.usable(PORT, name)
     if not usable:

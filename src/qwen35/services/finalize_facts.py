@@ -15,9 +15,7 @@ def device_facts(device: str) -> DeviceFacts:
     host = socket.gethostname()
     if not device.startswith("cuda"):
         no_memory, no_multicast = (f"{what} requires a CUDA device, got {device}" for what in _WHAT)
-        return DeviceFacts(
-            device=device, host=host, no_symmetric_memory=(no_memory,), no_multicast=(no_multicast,)
-        )
+        return DeviceFacts(device=device, host=host, no_symmetric_memory=(no_memory,), no_multicast=(no_multicast,))
     index = torch.device(device).index
     properties = torch.cuda.get_device_properties(index)
     others = [i for i in range(torch.cuda.device_count()) if i != index]

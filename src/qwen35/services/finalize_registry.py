@@ -168,9 +168,7 @@ class WorkspaceRegistry:
         return self._live
 
 
-def _record(
-    signature: WorkspaceSignature, adapter: str, refusal: Qwen35Error | None, ready: bool
-) -> dict[str, Any]:
+def _record(signature: WorkspaceSignature, adapter: str, refusal: Qwen35Error | None, ready: bool) -> dict[str, Any]:
     """What a rank says before anything is made: what it asks for, why it cannot have it, whether it has it."""
     refused = None if refusal is None else str(refusal)
     return {"refused": refused, "ready": ready, "asked": signature.shared() | {"adapter": adapter}}

@@ -119,9 +119,7 @@ class ParameterCopies:
     Version counters are not consulted: engines reload with ``param.data.copy_``, which does not move them.
     """
 
-    def __init__(
-        self, alignment: int, streams: Callable[[torch.device], Streams | None] = streams_of
-    ) -> None:
+    def __init__(self, alignment: int, streams: Callable[[torch.device], Streams | None] = streams_of) -> None:
         self._alignment, self._streams_of = alignment, streams
         self._looks: dict[_Look, dict[int, ParameterCopy]] = {}
         self._outlived: list[ParameterCopy] = []

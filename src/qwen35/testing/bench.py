@@ -264,5 +264,3 @@ def _sample(tensor: Tensor) -> str:
     flat = tensor.flatten()
     bad = flat[(flat != 0)]
     return f"{bad[:4].tolist()} among {flat.numel()} values"
-
-

@@ -115,9 +115,7 @@ def capture_laws(kit: Kit) -> list[Law]:
     laws = []
     for phase in Phase:
         needs = _gpu_extend if phase is Phase.EXTEND else _gpu
-        laws.append(
-            law(kit, Clause.CAPTURE, phase, "replays see new values", replays, Wish(tree=None), needs=needs)
-        )
+        laws.append(law(kit, Clause.CAPTURE, phase, "replays see new values", replays, Wish(tree=None), needs=needs))
         laws.append(
             law(kit, Clause.CAPTURE, phase, "nothing waits for the device", no_waiting, Wish(tree=None), needs=needs)
         )

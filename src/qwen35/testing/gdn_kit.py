@@ -96,9 +96,7 @@ class GdnKit(Kit):
         if phase is Phase.COMMIT:
             assert p.intermediates is not None
             assert p.last is not None
-            return CommitCall(
-                states=p.pool, slots=p.slots, intermediates=p.intermediates, last=p.last, rows=p.rows
-            )
+            return CommitCall(states=p.pool, slots=p.slots, intermediates=p.intermediates, last=p.last, rows=p.rows)
         q, k, v, gates, scale = p.tokens["q"], p.tokens["k"], p.tokens["v"], _gates(p), p.params["scale"]
         if phase is Phase.DECODE:
             return DecodeCall(

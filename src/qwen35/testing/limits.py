@@ -118,9 +118,7 @@ def _heads(can: Capabilities, profile: Profile) -> tuple[tuple[int, int], ...]:
 def _pairs(
     candidates: tuple[tuple[int, int], ...], keys: frozenset[int] | None, values: frozenset[int] | None
 ) -> tuple[tuple[int, int], ...]:
-    fitting = tuple(
-        (k, v) for k, v in candidates if (keys is None or k in keys) and (values is None or v in values)
-    )
+    fitting = tuple((k, v) for k, v in candidates if (keys is None or k in keys) and (values is None or v in values))
     if fitting:
         return fitting
     some_keys = tuple(sorted(keys)) if keys else tuple(k for k, _ in candidates)

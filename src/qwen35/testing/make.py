@@ -119,9 +119,7 @@ def _packed(kit: Kit, dense: dict[str, Tensor], case: Case[Any], inputs: dict[st
         widths = [prod(dense[name].shape[lead:]) for name in names]
         rows, columns = prod(case.leading), sum(widths) + PACK_GAP
         first = dense[names[0]]
-        base = torch.full(
-            (case.shift + rows * columns,), float("nan"), dtype=first.dtype, device=first.device
-        )
+        base = torch.full((case.shift + rows * columns,), float("nan"), dtype=first.dtype, device=first.device)
         grid = base[case.shift :].view(*case.leading, columns)
         start = 0
         for name, width in zip(names, widths, strict=True):

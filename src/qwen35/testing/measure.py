@@ -59,9 +59,7 @@ class Timing:
         everything = sorted(sample for samples in rounds for sample in samples)
         medians = [statistics.median(samples) for samples in rounds]
         low, _, high = statistics.quantiles(everything, n=4) if len(everything) > 1 else (everything[0],) * 3
-        return Timing(
-            statistics.median(everything), low, high, max(medians) - min(medians), len(everything), method
-        )
+        return Timing(statistics.median(everything), low, high, max(medians) - min(medians), len(everything), method)
 
 
 def cold_sets(device: torch.device, bytes_per_call: int) -> int:
@@ -122,9 +120,7 @@ def time_events(calls: Sequence[Thunk], device: torch.device, repeats: int = 20,
         repeats = _affordable(repeats, _between_events(calls[0]))
         for _ in range(min(WARM_UP, repeats)):
             calls[0]()
-        taken = [
-            [_between_events(calls[i % len(calls)], before=flush) for i in range(repeats)] for _ in range(rounds)
-        ]
+        taken = [[_between_events(calls[i % len(calls)], before=flush) for i in range(repeats)] for _ in range(rounds)]
     return Timing.of(taken, Method.EVENTS)
 
 

@@ -56,9 +56,7 @@ def together(agreement: Agreement, step: Callable[[], T]) -> list[T]:
     return [result for _, result in outcomes]
 
 
-def time_together(
-    agreement: Agreement, call: Thunk, device: str, *, captures: bool, repeats: int
-) -> Timing:
+def time_together(agreement: Agreement, call: Thunk, device: str, *, captures: bool, repeats: int) -> Timing:
     """The slowest rank's time of ``call``, which every rank of ``agreement`` makes; the same on all of them.
 
     On a GPU by replay of a graph where ``captures`` says that the call may be in one, else by events; ``repeats``
@@ -79,9 +77,7 @@ def time_together(
         graph.reset()
 
 
-def _rounds(
-    agreement: Agreement, clock: Clock, launch: Thunk, calls: int, repeats: int, method: Method
-) -> Timing:
+def _rounds(agreement: Agreement, clock: Clock, launch: Thunk, calls: int, repeats: int, method: Method) -> Timing:
     """``calls`` is how many a launch makes. The first launches warm up and tell how many a round affords."""
     first = max(taken[-1] for taken in together(agreement, partial(clock, launch, WARM_UP)))
     affordable = max(1, min(repeats, int(ROUND_SECONDS * 1e6 / max(first, 1e-3))))

@@ -139,4 +139,3 @@ def number_laws(kit: Kit) -> list[Law]:
 
 def _checkpoints(bench: Bench) -> tuple[str, ...]:
     return () if bench.adapter.capabilities.checkpoints else ("checkpoints are not offered",)
-

@@ -96,9 +96,7 @@ def probe(adapter: GatedDeltaRule, phase: Phase, layout: Layout, seed: int) -> l
     return broken
 
 
-def _padded(
-    adapter: GatedDeltaRule, row: Row, layout: Layout, call: TokenCall, pool: Tensor
-) -> Iterator[Broken]:
+def _padded(adapter: GatedDeltaRule, row: Row, layout: Layout, call: TokenCall, pool: Tensor) -> Iterator[Broken]:
     """Padding, write slots, isolation, the empty sequence, and the values of the live rows beside them."""
     writes = list(_SLOTS)
     if not isinstance(call, VerifyCall):
@@ -118,9 +116,7 @@ def _padded(
     yield from _live_values(row, layout, call, pool, writes, out)
 
 
-def _changed_slots(
-    row: Row, layout: Layout, call: TokenCall, pool: Tensor, writes: list[int]
-) -> Iterator[Broken]:
+def _changed_slots(row: Row, layout: Layout, call: TokenCall, pool: Tensor, writes: list[int]) -> Iterator[Broken]:
     """Slots that changed although no live row writes them, by the clause that forbids it."""
     allowed = {layout.null_slot}
     if not isinstance(call, VerifyCall):
@@ -161,9 +157,7 @@ def _live_values(
             yield Broken(Clause.WRITE_SLOTS, f"the state of row {i} did not arrive in write slot {writes[i]}")
 
 
-def _permuted(
-    adapter: GatedDeltaRule, row: Row, layout: Layout, call: TokenCall, pool: Tensor
-) -> Iterator[Broken]:
+def _permuted(adapter: GatedDeltaRule, row: Row, layout: Layout, call: TokenCall, pool: Tensor) -> Iterator[Broken]:
     """The same rows in reverse order: outputs and states bitwise alike."""
     if isinstance(call, ExtendCall):
         return  # reversing packed tokens moves chunk borders of the whole batch; the law suites do it
@@ -181,9 +175,7 @@ def _permuted(
         yield Broken(Clause.ORDER, "reversing the batch changed states")
 
 
-def _extreme(
-    adapter: GatedDeltaRule, row: Row, layout: Layout, call: TokenCall, pool: Tensor
-) -> Iterator[Broken]:
+def _extreme(adapter: GatedDeltaRule, row: Row, layout: Layout, call: TokenCall, pool: Tensor) -> Iterator[Broken]:
     """Zero keys in one row, and a gate past softplus' linear range in all."""
     k, gates = call.k.clone(), raw_gates(call)
     k[0] = 0
@@ -193,9 +185,7 @@ def _extreme(
         yield Broken(Clause.FINITE, "a zero key or a gate input of 80 gave a result that is not finite")
 
 
-def _fresh(
-    adapter: GatedDeltaRule, row: Row, layout: Layout, call: TokenCall, pool: Tensor
-) -> Iterator[Broken]:
+def _fresh(adapter: GatedDeltaRule, row: Row, layout: Layout, call: TokenCall, pool: Tensor) -> Iterator[Broken]:
     """A slot of NaN behind a fresh sequence."""
     if not isinstance(call, ExtendCall):
         return
@@ -207,9 +197,7 @@ def _fresh(
         yield Broken(Clause.FRESH, "a fresh sequence read the NaN in its slot")
 
 
-def _packed(
-    adapter: GatedDeltaRule, row: Row, layout: Layout, call: TokenCall, pool: Tensor
-) -> Iterator[Broken]:
+def _packed(adapter: GatedDeltaRule, row: Row, layout: Layout, call: TokenCall, pool: Tensor) -> Iterator[Broken]:
     """Tokens as views of one packed projection: the same result as from tensors of their own."""
     apart = run_call(adapter, call)
     axis = call.q.dim() - 2

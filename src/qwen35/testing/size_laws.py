@@ -78,9 +78,7 @@ def _plain(kit: Kit, limits: Limits, heads: tuple[int, int] | None = None) -> An
     """The simplest sizes; with ``heads`` where the adapter allows their ratio."""
     token, state = limits.token_dtypes[0], limits.state_dtypes[0]
     if kit.port == "short_convolution":
-        return ConvSizes(
-            channels=limits.channels[0], width=limits.conv_widths[0], token_dtype=token, state_dtype=state
-        )
+        return ConvSizes(channels=limits.channels[0], width=limits.conv_widths[0], token_dtype=token, state_dtype=state)
     h, hv = heads or limits.heads[0]
     return GdnSizes(
         key_heads=h, value_heads=hv, key_width=limits.widths[0][0], value_width=limits.widths[0][1],

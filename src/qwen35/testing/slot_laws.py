@@ -159,9 +159,7 @@ def slot_laws(kit: Kit) -> list[Law]:
         law(kit, Clause.PADDING, phase, "padded rows are zero and touch no slot", padded_rows, Wish(pad=True))
         for phase in TOKEN_PHASES
     ]
-    laws.append(
-        law(kit, Clause.PADDING, Phase.COMMIT, "padded rows copy nothing", padded_commits, Wish(pad=True))
-    )
+    laws.append(law(kit, Clause.PADDING, Phase.COMMIT, "padded rows copy nothing", padded_commits, Wish(pad=True)))
     for phase in (Phase.DECODE, Phase.EXTEND):
         laws.append(
             law(kit, Clause.WRITE_SLOTS, phase, "states go to the write slots only", write_slots, Wish(writes=True))
@@ -173,11 +171,7 @@ def slot_laws(kit: Kit) -> list[Law]:
             law(kit, Clause.ISOLATION, phase, "the named slots are the ones used", right_slots, Wish(writes=False))
         )
     for phase in TOKEN_PHASES:
-        laws.append(
-            law(kit, Clause.ORDER, phase, "outputs and states follow the sequences", order, Wish(min_rows=2))
-        )
+        laws.append(law(kit, Clause.ORDER, phase, "outputs and states follow the sequences", order, Wish(min_rows=2)))
         laws.append(law(kit, Clause.STRIDES, phase, "views serve as dense tensors do", views, Wish(views=True)))
-        laws.append(
-            law(kit, Clause.STRIDES, phase, "inputs may start at any element", offset_views, Wish(shift=True))
-        )
+        laws.append(law(kit, Clause.STRIDES, phase, "inputs may start at any element", offset_views, Wish(shift=True)))
     return laws

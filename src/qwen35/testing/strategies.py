@@ -56,9 +56,7 @@ def slot_rows(draw: st.DrawFn, rows: int, limits: Limits, pad: bool | None) -> t
 
 
 @st.composite
-def write_targets(
-    draw: st.DrawFn, pool: int, slots: tuple[int, ...]
-) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+def write_targets(draw: st.DrawFn, pool: int, slots: tuple[int, ...]) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Write slots: the row's own slot, another one that nobody reads, or -1; never one that another row reads. Rows
     that do not write in place may read the same slot. Returns pool, slots and write slots."""
     free = list(range(pool, pool + len(slots)))
@@ -136,9 +134,7 @@ def _sequences(draw: st.DrawFn, limits: Limits, rows: int, wish: Wish) -> dict[s
 
 
 @st.composite
-def _drafts(
-    draw: st.DrawFn, limits: Limits, phase: Phase, slots: tuple[int, ...], wish: Wish
-) -> dict[str, Any]:
+def _drafts(draw: st.DrawFn, limits: Limits, phase: Phase, slots: tuple[int, ...], wish: Wish) -> dict[str, Any]:
     rows, draft = len(slots), draw(st.integers(1, limits.max_draft))
     made: dict[str, Any] = {"draft": draft, "nodes": draft + draw(st.integers(0, 1)), "capacity": rows}
     if draw(st.booleans()):

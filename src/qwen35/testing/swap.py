@@ -225,9 +225,7 @@ def _judge(
     return bound, broken
 
 
-def _timed(
-    experiment: Experiment, bench: _Bench, adapter: GatedDeltaRule
-) -> tuple[Timing, tuple[Broken, ...]]:
+def _timed(experiment: Experiment, bench: _Bench, adapter: GatedDeltaRule) -> tuple[Timing, tuple[Broken, ...]]:
     """The time of one call, and the capture clause where a phase that must be capturable is not."""
     device = experiment.layout.device
     thunks = [partial(run_call, adapter, call) for call in bench.calls]

@@ -87,9 +87,7 @@ def live_slots(layout: Layout, count: int, pool: int, generator: torch.Generator
     return order[:count].contiguous()
 
 
-def random_call(
-    layout: Layout, row: Row, states: Tensor, slots: Tensor, generator: torch.Generator
-) -> TokenCall:
+def random_call(layout: Layout, row: Row, states: Tensor, slots: Tensor, generator: torch.Generator) -> TokenCall:
     """A call of ``row`` with fresh tokens; outputs and intermediates are poisoned with NaN."""
     g, device = layout.geometry, layout.device
     lead = (row.batch, row.lengths[0]) if row.phase is Phase.VERIFY else (row.tokens,)
@@ -197,9 +195,7 @@ def sampled_call(call: TokenCall, row: Row, sample: Sample, before: Tensor) -> T
     return VerifyCall(q=q, k=k, v=v, gates=gates, states=states, slots=slots, intermediates=nodes, out=out)
 
 
-def sampled_results(
-    call: TokenCall, row: Row, sample: Sample, out: Tensor
-) -> tuple[Tensor, Tensor]:
+def sampled_results(call: TokenCall, row: Row, sample: Sample, out: Tensor) -> tuple[Tensor, Tensor]:
     """What the sample covers of a finished call: outputs, and the states it left (verify: its intermediates)."""
     axis = call.q.dim() - 2
     at = torch.tensor(sample.tokens(row), device=out.device)

@@ -81,9 +81,7 @@ class ReferenceWorkspace:
     def __init__(self, signature: WorkspaceSignature, dtype: torch.dtype) -> None:
         self.signature, self._destroyed = signature, False
         rows = min(signature.max_m, CHUNK)
-        self._gathered = torch.empty(
-            signature.tp_size, rows, signature.hidden, dtype=dtype, device=signature.device
-        )
+        self._gathered = torch.empty(signature.tp_size, rows, signature.hidden, dtype=dtype, device=signature.device)
         self.addresses = (self._gathered.data_ptr(),)
 
     def supports(self, m: int) -> Support:

@@ -129,9 +129,7 @@ def read_model(directory: Path, state_dtype: str) -> ModelFacts:
     geometry = None
     if all(isinstance(size, int) for size in sizes):
         heads, value_heads, key_width, value_width = sizes
-        geometry = GdnGeometry(
-            key_heads=heads, value_heads=value_heads, key_width=key_width, value_width=value_width
-        )
+        geometry = GdnGeometry(key_heads=heads, value_heads=value_heads, key_width=key_width, value_width=value_width)
     return ModelFacts(family=family, geometry=geometry, state_dtype=getattr(torch, state_dtype))
 
 

@@ -69,9 +69,7 @@ class FinalizeSeam:
     ``service`` is None where SGLang makes its own, once the ranks agree that all of them do.
     """
 
-    def __init__(
-        self, requested: str | None, service: FinalizeService | None, gpu: int, ranks: RankSettings
-    ) -> None:
+    def __init__(self, requested: str | None, service: FinalizeService | None, gpu: int, ranks: RankSettings) -> None:
         self._requested, self._service, self._gpu, self._ranks = requested, service, gpu, ranks
         self._handed: HandedWorkspace | None = None
 

@@ -132,9 +132,7 @@ class GdnSeam:
         context = None if backend.mis_metadata is not None else _context(layer, forward_batch, a, b)
         token = EXTENDING.set(context)
         try:
-            return original(
-                backend, layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs
-            )
+            return original(backend, layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs)
         finally:
             EXTENDING.reset(token)
 

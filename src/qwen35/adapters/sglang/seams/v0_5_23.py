@@ -15,24 +15,28 @@ _WEIGHTS = "sglang.srt.managers.scheduler_components.weight_updater:SchedulerWei
 _LAYERS = "sglang.srt.layers"
 _ADD_NORM = f"{_LAYERS}.layer_boundary.residual.add_norm"
 
-TARGETS = v0_5_20.TARGETS | v0_5_20.FUSION_TARGETS | {
-    "scheduler": Target("sglang.srt.managers.scheduler:Scheduler.__init__", "(self, server_args, port_args)"),
-    # A session may end with weights that arrived by RDMA and were announced by no update call.
-    "weights_end": Target(f"{_WEIGHTS}.end_weight_update", "(self, recv_req)"),
-    "gather_switch": Target(f"{_GDN}:GDNAttnBackend.requires_contiguous_prefill_state"),
-    # Imported by name elsewhere; SGLang's registry patches those names too.
-    "fusion_gate": Target(f"{_ADD_NORM}:flashinfer_ar_fusion_applies", "(batch_size)"),
-    "fusion_max_m": Target(f"{_ADD_NORM}:FUSE_ALLREDUCE_MAX_BATCH_SIZE"),
-    "finalize_workspace": Target(
-        f"{_LAYERS}.flashinfer_mnnvl_cutedsl:get_flashinfer_mnnvl_cutedsl_ar_fusion",
-        "(*, hidden_size, top_k, max_m, rms_epsilon, weight_bias, include_shared_expert)",
-    ),
-    "finalize_prepare": Target(
-        f"{_LAYERS}.layer_boundary.fusions.cutedsl:prepare_cutedsl_fusion", "(model, *, max_running_requests)"
-    ),
-    "cutedsl_switch": Target(f"{_LAYERS}.flashinfer_comm_fusion:uses_cutedsl_ar_fusion", "()"),
-    "device": Target("sglang.srt.runtime_context:get_device", "()"),
-}
+TARGETS = (
+    v0_5_20.TARGETS
+    | v0_5_20.FUSION_TARGETS
+    | {
+        "scheduler": Target("sglang.srt.managers.scheduler:Scheduler.__init__", "(self, server_args, port_args)"),
+        # A session may end with weights that arrived by RDMA and were announced by no update call.
+        "weights_end": Target(f"{_WEIGHTS}.end_weight_update", "(self, recv_req)"),
+        "gather_switch": Target(f"{_GDN}:GDNAttnBackend.requires_contiguous_prefill_state"),
+        # Imported by name elsewhere; SGLang's registry patches those names too.
+        "fusion_gate": Target(f"{_ADD_NORM}:flashinfer_ar_fusion_applies", "(batch_size)"),
+        "fusion_max_m": Target(f"{_ADD_NORM}:FUSE_ALLREDUCE_MAX_BATCH_SIZE"),
+        "finalize_workspace": Target(
+            f"{_LAYERS}.flashinfer_mnnvl_cutedsl:get_flashinfer_mnnvl_cutedsl_ar_fusion",
+            "(*, hidden_size, top_k, max_m, rms_epsilon, weight_bias, include_shared_expert)",
+        ),
+        "finalize_prepare": Target(
+            f"{_LAYERS}.layer_boundary.fusions.cutedsl:prepare_cutedsl_fusion", "(model, *, max_running_requests)"
+        ),
+        "cutedsl_switch": Target(f"{_LAYERS}.flashinfer_comm_fusion:uses_cutedsl_ar_fusion", "()"),
+        "device": Target("sglang.srt.runtime_context:get_device", "()"),
+    }
+)
 
 
 def place(_: Mapping[str, Any]) -> Place:
