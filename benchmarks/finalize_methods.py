@@ -196,11 +196,13 @@ def methods_of(signature: WorkspaceSignature, peers: list[str], sweep: bool) -> 
     if sweep:
         base = Tuning()
         variants = {
-            f"pieces of {piece}, {words} words": replace(base, piece=piece, words_a_thread=words)
-            for words in (32, 16) for piece in (512, 1024, 2048, 4096)
+            f"pieces of {piece}{', ahead' * ahead}{', own kept' * keep}": replace(
+                base, piece=piece, ahead=ahead, keep_own=keep
+            )
+            for piece in (512, 1024, 2048) for ahead in (True, False) for keep in (True, False)
         } | {
-            "wave 1": replace(base, wave=1), "wave 1, 16 words": replace(base, wave=1, words_a_thread=16),
-            "crowding 2": replace(base, crowding=2), "two-step": replace(base, one_shot_rows={1: 0}),
+            "16 words": replace(base, words_a_thread=16), "wave 1": replace(base, wave=1),
+            "two-step": replace(base, one_shot_rows={1: 0}),
             "bf16 wire": replace(base, wire="bfloat16"),
         }  # fmt: skip
         found |= {f"ours, {name}": ours(signature, tuning) for name, tuning in variants.items()}

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import faulthandler
 import sys
 
 
 def main() -> None:
-    """The command line. Ctrl-C ends in exit status 130 from here on; before, it ends the interpreter's own start."""
+    """The command line. Ctrl-C ends in exit status 130 from here on; before, it ends the interpreter's own start.
+
+    Where a kernel's code crashes the process, the Python stack is written first.
+    """
+    faulthandler.enable()
     try:
         from qwen35.cli.interrupts import deferred
 

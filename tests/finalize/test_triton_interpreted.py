@@ -96,7 +96,18 @@ def test_every_rank_ends_with_the_oracles_rows_and_the_same_bits(size: int, one_
         assert_right(ranks, case, ranks.run(case, one_shot=one_shot))
 
 
-@pytest.mark.parametrize("tuned", [{"piece": 8}, {"wave": 1}, {"wave": 1, "piece": 16}, {"crowding": 4}], ids=str)
+@pytest.mark.parametrize(
+    "tuned",
+    [
+        {"piece": 8},
+        {"wave": 1},
+        {"wave": 1, "piece": 16},
+        {"piece": 8, "ahead": False},
+        {"keep_own": False},
+        {"crowding": 4},
+    ],
+    ids=str,
+)
 def test_pieces_waves_and_crowds_change_no_result(tuned: dict[str, int]) -> None:
     ranks = Ranks(2, hidden=24, top_k=2, max_m=11, **tuned)
     for seed, m in enumerate((1, 4, 11, 2)):

@@ -32,9 +32,11 @@ class Tuning:
 
     ``wire``: element type between ranks; float32 keeps every rounding but the last away. ``max_splits``: most
     programs that share a row; ``min_slice``: fewest columns of one; ``crowding``: programs a multiprocessor that
-    sharing rows may make. ``piece``: columns that a one-shot program sends at once; ``wave``: programs a
-    multiprocessor of a launch that loops over rows (None: as many as are resident). ``words_a_thread`` sets the warps
-    of a program. ``one_shot_rows``: rows up to which a launch is one-shot, by number of ranks (nearest number below).
+    sharing rows may make. ``piece``: columns that a one-shot program sends at once; ``ahead``: whether one that has
+    whole rows asks for the next piece before; ``keep_own``: whether one that has one row keeps its own share. ``wave``:
+    programs a multiprocessor of a launch that loops over rows (None: as many as are resident). ``words_a_thread`` sets
+    the warps of a program. ``one_shot_rows``: rows up to which a launch is one-shot, by number of ranks (nearest number
+    below).
     """
 
     wire: str = "float32"
@@ -42,6 +44,8 @@ class Tuning:
     min_slice: int = 256
     crowding: int = 1
     piece: int = 1024
+    ahead: bool = True
+    keep_own: bool = True
     wave: int | None = None
     words_a_thread: int = 32
     one_shot_rows: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({1: 1 << 30, 3: 128, 6: 64}))
@@ -74,7 +78,7 @@ class Cut:
 
     def single(self, rows: int) -> bool:
         """Whether a one-shot launch of ``rows`` has a program for each row."""
-        return self.splits(rows) == 1 and rows <= self.wave
+        return self.tuning.keep_own and self.splits(rows) == 1 and rows <= self.wave
 
     def kernel(self, rows: int) -> tuple[int, bool]:
         """What a launch of ``rows`` is compiled for: programs that share a row (0: two-step), and ``single``."""
@@ -173,7 +177,8 @@ def _call(
         slice_block = int(triton.next_power_of_2(signature.hidden // splits))
         return finalize_one_shot, programs, arguments | {
             "SPLITS": splits, "SINGLE": cut.single(m), "SLICE_BLOCK": slice_block,
-            "PIECES": max(1, slice_block // cut.tuning.piece), "RECEIVE": phases[2],
+            "PIECES": max(1, slice_block // cut.tuning.piece), "AHEAD": cut.tuning.ahead and splits == 1,
+            "RECEIVE": phases[2],
         }  # fmt: skip
     return finalize_two_step, programs, arguments | {
         "outbox": mail.outbox, "outboxes": mail.outboxes, "TOKEN": _TYPES[signature.dtype],

@@ -12,8 +12,8 @@ CHUNK = 64
 #: 128 in bfloat16. On an H200 best or within a few percent of it at every batch from 1 to 256
 #: (benchmarks/results/decode_tiles.json).
 _DECODE_ELEMENTS = {4: 512, 2: 2048}
-#: States (rows times value heads) from which a decode is bound by memory alone. Larger tiles of float32 then come nearer
-#: to the ceiling, and keeping out of L2 what is read and written once no longer helps (the same file).
+#: States (rows times value heads) from which a decode is bound by memory alone. Larger tiles of float32 then come
+#: nearer to the ceiling, and keeping out of L2 what is read and written once no longer helps (the same file).
 _MANY_STATES, _MANY_STATES_ELEMENTS = 8192, {4: 1024, 2: 2048}
 #: State elements of one program of verify, which keeps them from token to token, and bytes of them that one thread
 #: holds.
