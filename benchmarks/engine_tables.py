@@ -90,7 +90,10 @@ def _accepted(row: Row) -> str:
 def _ratio(name: str) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         found = row.get("throughput_ratio", {}).get(name)
-        return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f})" if found else ""
+        if not found:
+            return ""
+        spread = "" if found["low"] == found["high"] else f" ({found['low']:.2f} to {found['high']:.2f})"
+        return f"{found['median']:.2f}{spread}"
 
     return cell
 
