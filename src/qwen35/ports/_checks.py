@@ -152,8 +152,20 @@ def offsets(cu_seqlens: Tensor, tokens: int, seq_lens_host: tuple[int, ...] | No
             )
 
 
-def host_lengths(seq_lens_host: tuple[int, ...], sequences: int, tokens: int) -> None:
-    """The lengths that the host gave are one a sequence, not negative, and add up to ``tokens``."""
+def host_lengths(seq_lens_host: object, sequences: int, tokens: int) -> None:
+    """The lengths that the host gave are ints, one a sequence, not negative, and add up to ``tokens``."""
+    if not isinstance(seq_lens_host, tuple | list):
+        # A tensor may lie on a device, where looking at its values would synchronise.
+        raise ContractError(
+            f"seq_lens_host must be a tuple or list of ints, got {type(seq_lens_host).__name__}: give the lengths that "
+            "the host knows, or None"
+        )
+    for i, length in enumerate(seq_lens_host):
+        if type(length) is not int:
+            raise ContractError(
+                f"seq_lens_host[{i}] must be an int, got {type(length).__name__}: convert the lengths by int() where "
+                "they are known on the host, or give None"
+            )
     if len(seq_lens_host) != sequences:
         raise ShapeError(f"seq_lens_host must have S = {sequences} lengths, got {len(seq_lens_host)}")
     if sequences and min(seq_lens_host) < 0:

@@ -143,6 +143,16 @@ SPOILS: tuple[Spoil, ...] = (
           host_lengths(lambda n: (-1, n[0] + 1 + n[1], *n[2:])), _EXTEND),
     Spoil("host lengths of another split", "seq_lens_host", ValueRangeError,
           host_lengths(lambda n: (n[0] - 1, n[1] + 1, *n[2:])), _EXTEND, values=True),
+    Spoil("one number for host lengths", "seq_lens_host", ContractError, host_lengths(sum), _EXTEND),
+    Spoil("host lengths in a tensor", "seq_lens_host", ContractError, host_lengths(torch.tensor), _EXTEND),
+    Spoil("host lengths on the device", "seq_lens_host", ContractError,
+          given("seq_lens_host", lambda p: offsets_of(p).diff()), _EXTEND),
+    *(Spoil(f"host lengths of {what}", "seq_lens_host", ContractError, host_lengths(wrong), _EXTEND)
+      for what, wrong in (
+          ("text", lambda n: tuple(map(str, n))), ("None", lambda n: (None,) * len(n)),
+          ("floats", lambda n: tuple(map(float, n))), ("tensors", lambda n: [torch.tensor(length) for length in n]),
+          ("bools", lambda n: (True, sum(n) - 1, *(0 for _ in n[2:]))),
+      )),
     Spoil("fresh flags of another number", "fresh", ShapeError, flags(1, torch.bool), _EXTEND),
     Spoil("fresh flags of integers", "fresh", DtypeError, flags(0, torch.int32), _EXTEND),
     # Drafts

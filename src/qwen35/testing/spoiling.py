@@ -173,7 +173,7 @@ def emptied(name: str, dim: int) -> Callable[[Parts], Parts]:
     return token(name, lambda t: t.narrow(dim, 0, 0))
 
 
-def host_lengths(change: Callable[[tuple[int, ...]], tuple[int, ...]]) -> Callable[[Parts], Parts]:
+def host_lengths(change: Callable[[tuple[int, ...]], Any]) -> Callable[[Parts], Parts]:
     def apply(p: Parts) -> Parts:
         assert p.cu_seqlens is not None
         return replace(p, seq_lens_host=change(tuple(p.cu_seqlens.diff().tolist())))
