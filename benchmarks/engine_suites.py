@@ -16,6 +16,8 @@ MODELS = {
     "heavy": ("--geometry", "35B-A3B", "--layers", "8", "--config-only"),
 }  # fmt: skip
 EAGER = ("disable_decode_cuda_graph=true",)
+#: SGLang's default: prefill in graphs too, which break where attention is.
+PREFILL_GRAPHS = ("disable_prefill_cuda_graph=false",)
 TRITON = ("gdn_decode=triton", "gdn_extend=triton")
 FLASHINFER = ("gdn_decode=flashinfer", "gdn_extend=flashinfer")
 MIXED = ("gdn_decode=triton", "gdn_extend=flashinfer")
@@ -59,10 +61,13 @@ def _all(*engines: Engine) -> tuple[str, ...]:
 _SMALL = (
     Engine(name="off", plugin="off", flags=("--profile", *STRESS)),
     Engine(name="triton", settings=TRITON, flags=("--profile", *STRESS)),
-    Engine(name="flashinfer", settings=FLASHINFER, flags=("--profile",)),
-    Engine(name="mixed", settings=MIXED, flags=STRESS),
+    Engine(name="flashinfer", settings=FLASHINFER, flags=("--profile", *STRESS)),
+    Engine(name="mixed", settings=MIXED, flags=("--profile", *STRESS)),
     Engine(name="triton_eager", settings=TRITON, engine=EAGER),
     Engine(name="off_eager", plugin="off", engine=EAGER),
+    Engine(name="off_prefill_graphs", plugin="off", engine=PREFILL_GRAPHS, flags=("--profile",)),
+    Engine(name="triton_prefill_graphs", settings=TRITON, engine=PREFILL_GRAPHS, flags=("--profile",)),
+    Engine(name="flashinfer_prefill_graphs", settings=FLASHINFER, engine=PREFILL_GRAPHS),
 )
 _ON = ("disable_radix_cache=false",)
 _RADIX = (
@@ -140,6 +145,7 @@ SUITES = {
         engines=_SMALL, truth=True, documents={
             "truth": ("truth", *_all(*_SMALL)), "small": _all(*_SMALL),
             "small_eager": ("off_eager", "off", "triton_eager", "triton"),
+            "prefill_graphs": ("off_prefill_graphs", "off", "triton_prefill_graphs", "triton", "flashinfer_prefill_graphs"),
         },
     ),
     "radix": Suite(engines=_RADIX, documents={"radix": _all(*_RADIX)}),
