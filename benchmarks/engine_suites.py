@@ -145,7 +145,9 @@ SUITES = {
         engines=_SMALL, truth=True, documents={
             "truth": ("truth", *_all(*_SMALL)), "small": _all(*_SMALL),
             "small_eager": ("off_eager", "off", "triton_eager", "triton"),
-            "prefill_graphs": ("off_prefill_graphs", "off", "triton_prefill_graphs", "triton", "flashinfer_prefill_graphs"),
+            "prefill_graphs": (
+                "off_prefill_graphs", "off", "triton_prefill_graphs", "triton", "flashinfer_prefill_graphs",
+            ),
         },
     ),
     "radix": Suite(engines=_RADIX, documents={"radix": _all(*_RADIX)}),
