@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -10,15 +11,18 @@ from torch import Tensor
 from qwen35.adapters.reference.gated_delta_rule import ReferenceGatedDeltaRule
 from qwen35.adapters.reference.short_convolution import ReferenceShortConvolution
 from qwen35.domain.capabilities import Capabilities, Clause, Support
-from qwen35.testing import KITS, LAWS, Bench, LawReport, Profile, limits_for, run_law
+from qwen35.testing import KITS, LAWS, Bench, LawReport, LawStatus, Profile, limits_for, run_law
 
 
 class Delegate:
     """Keeps every clause, because the plain-torch adapter inside does. A broken one says which clause it ``breaks``
-    and which law it must be ``caught_by``."""
+    and which law it must be ``caught_by``. ``raises``: the error that is its mistake; any other shows a mistake in
+    the fake itself, which proves nothing of the law. ``said``: what the law says where it has no case to show."""
 
     breaks: Clause
     caught_by: str
+    raises: str = ""
+    said: str = "Case("
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -70,3 +74,13 @@ def law_that_catches(port: str, broken: type[Delegate], device: str = "cpu") -> 
     profile = Profile.CPU if device == "cpu" else Profile.GPU
     bench = Bench(adapter, KITS[port], device, limits_for(adapter.capabilities, profile), broken)
     return run_law(law, bench, examples=100, shrink=False)
+
+
+def assert_caught(broken: type[Delegate], report: LawReport) -> None:
+    """The law failed by its own assertion, or by the very error that is the fake's mistake."""
+    assert report.status is LawStatus.FAILED, f"not noticed: {broken.__doc__}\n{report}"
+    assert "Case(" in report.example
+    raised = re.match(r"([A-Z]\w*): ", report.reason)
+    assert (raised[1] if raised else "") == broken.raises, f"{broken.__name__} does not break what it says:\n{report}"
+    if not broken.raises:
+        assert broken.said in report.reason, f"no assertion of the law:\n{report}"

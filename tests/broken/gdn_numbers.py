@@ -50,6 +50,7 @@ class ServesNothing(Gdn):
 
     breaks = Clause.PRECISION
     caught_by = "decode: within the stated bound of the oracle"
+    said = "served no call"
 
     def supports(self, call: Any) -> Support:
         return Support.of("decode requires a better day") if isinstance(call, DecodeCall) else super().supports(call)

@@ -141,6 +141,7 @@ class NeedsASequence(Gdn):
 
     breaks = Clause.EMPTY
     caught_by = "decode: no sequences at all"
+    raises = "RuntimeError"
 
     def decode(self, call: DecodeCall) -> Tensor:
         if not len(call.slots):
@@ -200,6 +201,7 @@ class GridOfRowsAndHeads(Gdn):
 
     breaks = Clause.SIZE
     caught_by = "decode: 65,536 value heads in one call"
+    raises = "RuntimeError"
 
     def decode(self, call: DecodeCall) -> Tensor:
         if call.v.shape[0] * call.v.shape[1] > 65_535:
@@ -264,6 +266,7 @@ class RefusesWhatItSupports(Gdn):
 
     breaks = Clause.PRECISION
     caught_by = "verify: within the stated bound of the oracle"
+    raises = "UnsupportedError"
 
     def verify(self, call: VerifyCall) -> Tensor:
         if call.q.shape[1] > 1:
