@@ -7,10 +7,12 @@ directory, then the defaults below. Settings are frozen; the container reads the
 from __future__ import annotations
 
 import os
+import tomllib
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, ValidationError, field_validator
+from pydantic import Field, TypeAdapter, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -22,6 +24,8 @@ from qwen35.domain.errors import ConfigurationError, UnknownNameError
 
 ENVIRONMENT_PREFIX = "QWEN35_"
 FILE = "qwen35.toml"
+#: The setting that switches the plugin inside SGLang off, whatever else is set.
+SGLANG_SWITCH = "sglang_plugin"
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 
 
@@ -107,6 +111,22 @@ def load_settings(base: Settings | None = None, **overrides: Any) -> Settings:
     if base is None:
         _refuse_unknown_variables()
     return Settings(**{**(base.model_dump() if base else {}), **overrides})
+
+
+def sglang_switched_off() -> bool:
+    """Whether ``sglang_plugin`` says off, read by itself: from the environment, else from qwen35.toml.
+
+    Nothing else is looked at and nothing raises, so that a bad setting cannot end a launch that wants no plugin. A switch
+    that cannot be read says nothing; ``load_settings`` then says what is wrong with it.
+    """
+    values = {name.lower(): value for name, value in os.environ.items()}
+    value: Any = values.get((ENVIRONMENT_PREFIX + SGLANG_SWITCH).lower())
+    try:
+        if not value:
+            value = tomllib.loads(Path(FILE).read_text(encoding="utf-8")).get(SGLANG_SWITCH, True)
+        return not TypeAdapter(bool).validate_python(value)
+    except (OSError, ValueError):  # TOMLDecodeError, UnicodeDecodeError and ValidationError are ValueErrors
+        return False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

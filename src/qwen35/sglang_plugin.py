@@ -53,13 +53,14 @@ from qwen35.services.finalize_fusion import OFF
 from qwen35.services.gated_delta_rule import PORT
 from qwen35.services.platform import detect_platform
 from qwen35.services.registry import AUTO
-from qwen35.settings import Settings, load_settings
+from qwen35.settings import Settings, load_settings, sglang_switched_off
 
 logger = logging.getLogger("qwen35")
 
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 #: Serves nothing in a container whose settings name no adapter, and costs nothing to make.
 UNUSED = "reference"
+SWITCHED_OFF = "QWEN35_SGLANG_PLUGIN is off"
 
 
 @dataclass(slots=True)
@@ -84,10 +85,10 @@ def register() -> None:
     """SGLang calls this in every process. A demand that cannot be met ends the process with one line."""
     if SCHEDULER_MODULE not in sys.modules:
         return  # no scheduler is made in this process, and importing one takes seconds
+    if sglang_switched_off():
+        return
     try:
         settings = load_settings()
-        if not settings.sglang_plugin:
-            return
         refuse_impossible(settings)
         release = _release(settings)
     except Qwen35Error as exc:
@@ -132,14 +133,16 @@ def explain(model: str = "") -> str:
 
     Imports SGLang, to check its names. Raises ``ConfigurationError`` for settings or a directory that cannot be read.
     """
+    if sglang_switched_off():
+        return explain_text(
+            release=installed_release(), problems=(SWITCHED_OFF,), platform=detect_platform(), choices=(), fallback=None
+        )
     settings = load_settings()
     registry = make_registry(settings, detect_platform(settings.device), ())
     facts = read_model(Path(model), settings.state_dtype) if model else None
     found, release = installed_release(), None
     problems: tuple[str, ...] = ("SGLang is not installed",)
-    if not settings.sglang_plugin:
-        problems = ("QWEN35_SGLANG_PLUGIN is off",)
-    elif found is not None:
+    if found is not None:
         try:
             release = release_seam(found, settings.sglang_untested)
             problems = seam.differences(release.targets)
