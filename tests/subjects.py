@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -12,7 +12,7 @@ from qwen35.domain.errors import UnavailableError
 from qwen35.services.assembly import guarded
 from qwen35.services.counters import Counters
 from qwen35.services.registry import installed_entries
-from qwen35.testing import KITS, Bench, Profile, limits_for
+from qwen35.testing import KITS, Bench, LawReport, LawStatus, Profile, limits_for
 
 #: Adapter to where its laws run: on any CPU, on a CPU under Triton's interpreter, on a GPU.
 PLACES: dict[str, tuple[Profile, ...]] = {
@@ -26,6 +26,12 @@ PLACES: dict[str, tuple[Profile, ...]] = {
 WANTS_NULL_SLOT = ("flashinfer",)
 #: Adapters with kernels that write a slot for padding: their laws run once more with slot 0 named as nobody's.
 RESERVES = ("flashinfer",)
+#: Adapters that serve every case within their own limits, wherever they have a place: one declined is a failure.
+SERVE_ALL = ("reference", "reference64", "triton")
+#: What even these may be spared, by how the refusal begins, and why.
+SPARED = {
+    "a pool of ": "slots past 2**31 elements take gigabytes, which a shared machine may not have",
+}
 _MARKS = {Profile.CPU: (), Profile.INTERPRETER: (pytest.mark.interpreter,), Profile.GPU: (pytest.mark.gpu,)}
 
 
@@ -50,7 +56,7 @@ class Subject:
         try:
             adapter = qwen35.adapter(self.port, self.name, device=self.device)
         except UnavailableError as exc:
-            pytest.skip(str(exc))
+            declined(self, str(exc))
         return guarded(self.name, adapter, Counters()) if self.port == "gated_delta_rule" else adapter
 
     def bench(self) -> Bench:
@@ -85,3 +91,23 @@ def law_subjects(port: str) -> list[Any]:
         for profile in PLACES[name]
     ]
     return [*subjects(port), *reserving]
+
+
+def declined(subject: Subject, why: str) -> NoReturn:
+    """Skip with the reasons why ``subject`` declines a case, or fail where it must serve every one."""
+    if subject.name in SERVE_ALL and not why.startswith(tuple(SPARED)):
+        pytest.fail(f"{subject} must serve every case of its limits, and declined: {why}", pytrace=False)
+    pytest.skip(f"declined: {why}")
+
+
+def judge(subject: Subject, report: LawReport) -> None:
+    """Pass, skip, xfail or fail by ``report``. A law that needs what is not here is skipped for every adapter."""
+    assert report.ok, str(report)
+    if report.status is LawStatus.DEVIATES:
+        pytest.xfail(f"as the adapter states: {report.reason}")
+    if report.status is LawStatus.SKIPPED and not report.refused:
+        pytest.skip(report.reason)
+    if report.status is LawStatus.SKIPPED:
+        declined(subject, report.reason.removeprefix("every case was refused: "))
+    if report.refused and subject.name in SERVE_ALL:
+        declined(subject, f"{report.refused} cases beside {report.examples} that it served; {report}")

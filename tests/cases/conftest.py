@@ -1,4 +1,4 @@
-"""A case that the adapter declines beforehand, with its reasons, is skipped with them."""
+"""A case that the adapter declines beforehand is skipped with its reasons, or fails where it must be served."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Generator
 import pytest
 
 from qwen35.testing.bench import Refused
+from subjects import Subject, declined
 
 
 @pytest.hookimpl(wrapper=True)
@@ -14,4 +15,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
     try:
         return (yield)
     except Refused as refusal:
-        pytest.skip(f"declined: {refusal}")
+        subject = item.funcargs.get("subject") if isinstance(item, pytest.Function) else None
+        if not isinstance(subject, Subject):
+            raise
+        declined(subject, str(refusal))

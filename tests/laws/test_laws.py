@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import settings
 
 from qwen35.domain.capabilities import Clause
-from qwen35.testing import KITS, LAWS, Law, LawStatus, Profile, laws_of, run_law
-from subjects import PLACES, Subject, law_subjects, registered
+from qwen35.testing import KITS, LAWS, Law, LawReport, LawStatus, Profile, laws_of, run_law
+from subjects import PLACES, SERVE_ALL, Subject, judge, law_subjects, registered
 
 #: The oracle against itself shows only that the laws can hold; plain torch on a GPU is slow and the same code.
 FEW = {("reference64", Profile.CPU): 3, ("reference", Profile.GPU): 3}
@@ -33,11 +34,37 @@ def test_law(subject: Subject, law: Law) -> None:
     finally:
         bench.adapter.close()
     print(report)  # noqa: T201 - pytest shows the seed where the test fails
-    if report.status is LawStatus.SKIPPED:
-        pytest.skip(report.reason)
-    if report.status is LawStatus.DEVIATES:
-        pytest.xfail(f"as the adapter states: {report.reason}")
-    assert report.ok, str(report)
+    judge(subject, report)
+
+
+def _report(status: LawStatus, **more: Any) -> LawReport:
+    return LawReport(port="gated_delta_rule", clause=Clause.PRECISION, law="a law", status=status, **more)
+
+
+REFUSED = _report(LawStatus.SKIPPED, reason="every case was refused: key width requires 128, got 64", refused=3)
+SOME_REFUSED = _report(LawStatus.PASSED, examples=3, refused=1)
+
+
+@pytest.mark.parametrize("name", SERVE_ALL)
+def test_our_own_adapters_fail_where_they_decline_a_case(name: str) -> None:
+    subject = Subject("gated_delta_rule", name, Profile.CPU)
+    with pytest.raises(pytest.fail.Exception, match=f"{name}-cpu must serve every case .* key width requires 128"):
+        judge(subject, REFUSED)
+    with pytest.raises(pytest.fail.Exception, match="declined: 1 cases beside 3 that it served"):
+        judge(subject, SOME_REFUSED)
+    full = "a pool of 8.6 GB cannot be allocated: out of memory"
+    with pytest.raises(pytest.skip.Exception, match="cannot be allocated"):
+        judge(subject, replace(REFUSED, reason=f"every case was refused: {full}"))
+
+
+def test_other_adapters_and_laws_that_need_what_is_not_here_are_skipped() -> None:
+    theirs = Subject("gated_delta_rule", "flashinfer", Profile.GPU)
+    with pytest.raises(pytest.skip.Exception, match="declined: key width requires 128, got 64"):
+        judge(theirs, REFUSED)
+    judge(theirs, SOME_REFUSED)
+    with pytest.raises(pytest.skip.Exception, match="CUDA graphs need a GPU"):
+        judge(Subject("gated_delta_rule", "triton", Profile.INTERPRETER),
+              _report(LawStatus.SKIPPED, reason="CUDA graphs need a GPU"))  # fmt: skip
 
 
 @pytest.mark.row("I05")
