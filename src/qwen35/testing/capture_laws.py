@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from qwen35.domain.capabilities import Clause, Phase
+from qwen35.ports.adapter import HoldsScratch
 from qwen35.testing.bench import Bench, Refused, Trial
 from qwen35.testing.case import Case
 from qwen35.testing.kit import Kit, serve
@@ -62,6 +63,23 @@ def no_waiting(bench: Bench, case: Case[Any]) -> None:
         torch.cuda.set_sync_debug_mode(before)
 
 
+def scratch_stays(bench: Bench, case: Case[Any]) -> None:
+    """Capture of a call that was prepared and warmed up makes no scratch, by what the adapter says it holds.
+
+    What is made inside capture comes from the graph's pool, whose memory other graphs may share.
+    """
+    adapter, trial = bench.adapter, bench.trial(case)
+    assert isinstance(adapter, HoldsScratch)
+    _prepare(bench, trial)
+    side = _warm_up(bench, trial)
+    call, held = trial.call, adapter.scratch_bytes
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=side):
+        captured = serve(adapter, call)
+    now = adapter.scratch_bytes
+    del captured
+    assert now <= held, f"capture made {now - held} bytes of scratch beside {held}, from the graph's pool; {case}"
+
+
 def changed(bench: Bench, case: Case[Any], turn: int) -> Case[Any]:
     """The same shapes with other values, slots, padding, rows and accepted nodes."""
     choice = replace(case, seed=case.seed + turn).choices()
@@ -110,6 +128,18 @@ def _gpu_extend(bench: Bench) -> tuple[str, ...]:
     return _gpu(bench) + (() if offered else ("capture of extend is not offered",))
 
 
+def _holds_scratch(bench: Bench) -> tuple[str, ...]:
+    return () if isinstance(bench.adapter, HoldsScratch) else ("the adapter does not say how much scratch it holds",)
+
+
+def _gpu_scratch(bench: Bench) -> tuple[str, ...]:
+    return _gpu(bench) + _holds_scratch(bench)
+
+
+def _gpu_extend_scratch(bench: Bench) -> tuple[str, ...]:
+    return _gpu_extend(bench) + _holds_scratch(bench)
+
+
 def capture_laws(kit: Kit) -> list[Law]:
     """The laws of this module for one port."""
     laws = []
@@ -119,4 +149,9 @@ def capture_laws(kit: Kit) -> list[Law]:
         laws.append(
             law(kit, Clause.CAPTURE, phase, "nothing waits for the device", no_waiting, Wish(tree=None), needs=needs)
         )
+        needs = _gpu_extend_scratch if phase is Phase.EXTEND else _gpu_scratch
+        laws.append(
+            law(kit, Clause.CAPTURE, phase, "scratch is made before capture", scratch_stays, Wish(tree=None),
+                needs=needs)
+        )  # fmt: skip
     return laws
