@@ -6,14 +6,24 @@ from typing import Any
 
 import pytest
 import torch
-from seam_machine import CHANNELS, HV, K, Machine, V, close, installed_seam, split, start
+from seam_machine import CHANNELS, HV, H, K, Machine, V, close, installed_seam, split, start
 from torch import Tensor
 
 from fakes import FakeGatedDeltaRule, fake_entry
 from qwen35.adapters.reference.gated_delta_rule import ReferenceGatedDeltaRule
+from qwen35.adapters.sglang.seam_plan import union
 from qwen35.container import build
 from qwen35.domain.capabilities import Clause
-from qwen35.ports.gated_delta_rule import CheckpointPlan, DecodeCall, ExtendCall, LogGates, RawGates, VerifyCall
+from qwen35.domain.geometry import GdnGeometry
+from qwen35.ports.gated_delta_rule import (
+    CheckpointPlan,
+    DecodeCall,
+    ExtendCall,
+    GdnPlan,
+    LogGates,
+    RawGates,
+    VerifyCall,
+)
 
 ALL = {"gdn_decode": "reference", "gdn_extend": "reference", "gdn_verify": "reference"}
 PORT = {"port": "gated_delta_rule"}
@@ -357,9 +367,31 @@ def test_another_familys_gdn_layers_are_left_alone() -> None:
     assert not machine.dispatcher.extend_uses_state_checkpoints
 
 
-def test_warm_up_batches_full_of_the_reserved_slot_pass_checked_mode() -> None:
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "page-major"])
+def test_checked_mode_serves_the_first_sequence_of_a_pool_that_sglang_gathers(
+    strided: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sglang.srt.layers.attention.linear.gdn_backend as gdn
+
+    monkeypatch.setattr(gdn, "is_cpu", lambda: False)  # only there does SGLang hand on a page-major pool as it is
     one = start(**ALL, checked=True)
-    machine = Machine()
+    machine = Machine(strided=strided)
+    states = machine.states.clone()
+    packed, a, b = machine.tokens(7)
+    machine.metadata([4, 1], [0, 5, 7])
+    out = machine.backend.forward_extend(machine.layer, machine.batch("EXTEND", [5, 2]), packed, a, b)
+    q, k, v = split(packed)
+    call = ExtendCall(q=q, k=k, v=v, gates=raw(machine, a, b), states=states, slots=slots_of(4, 1),
+                      cu_seqlens=slots_of(0, 5, 7))  # fmt: skip
+    close(out[0], oracle.extend(call).out)
+    close(machine.states, states)
+    assert one.container.counters().total("calls", adapter="reference", phase="extend") == 1
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "page-major"])
+def test_warm_up_batches_full_of_the_reserved_slot_pass_checked_mode(strided: bool) -> None:
+    one = start(**ALL, checked=True)
+    machine = Machine(strided=strided)
     states = machine.states.clone()
     packed, a, b = machine.tokens(3)
     machine.metadata([0, 0, 0], [0, 1, 2, 3])
@@ -379,3 +411,17 @@ def test_the_plan_comes_from_the_pools() -> None:
     assert (g.key_heads, g.value_heads, g.key_width, g.value_width) == (2, 4, 8, 6)
     assert (fake.plans[-1].max_batch, fake.plans[-1].max_draft, fake.plans[-1].null_slot) == (8, 3, 0)
     assert fake.plans[-1].may_pad
+
+
+def gdn_plan(value_heads: int, null_slot: int | None) -> GdnPlan:
+    geometry = GdnGeometry(key_heads=H, value_heads=value_heads, key_width=K, value_width=V)
+    return GdnPlan(geometry=geometry, state_dtype=torch.float32, device=torch.device("cpu"), max_batch=8, max_tokens=64,
+                   max_draft=0, token_dtype=torch.float32, null_slot=null_slot, may_pad=True)  # fmt: skip
+
+
+@pytest.mark.parametrize("value_heads", [HV, 2 * HV], ids=["one geometry", "two geometries"])
+@pytest.mark.parametrize(("first", "second", "both"), [(0, 0, 0), (0, None, None), (None, 0, None)])
+def test_a_slot_is_null_only_where_target_and_draft_agree(
+    value_heads: int, first: int | None, second: int | None, both: int | None
+) -> None:
+    assert union(gdn_plan(HV, first), gdn_plan(value_heads, second)).null_slot == both

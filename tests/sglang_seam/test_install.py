@@ -145,7 +145,7 @@ def test_parameters_are_refreshed_after_a_weight_update_even_one_that_fails(key:
     start(build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **NAMES), **NAMES)
     update = pkgutil.resolve_name(installed_seam().targets[key].path)
     with pytest.raises(AttributeError):
-        update(types.SimpleNamespace(), types.SimpleNamespace())  # neither weights nor workers
+        update(types.SimpleNamespace(offload_tags=set()), types.SimpleNamespace())  # neither weights nor workers
     assert fake.count == 1
 
 

@@ -11,7 +11,7 @@ from qwen35.adapters.sglang.seam import Hook
 from qwen35.adapters.sglang.seam_calls import EXTENDING, ExtendContext
 from qwen35.adapters.sglang.seam_determinism import deterministic, deterministic_note
 from qwen35.adapters.sglang.seam_kernel import GdnKernel, kernel_class, stand_in
-from qwen35.adapters.sglang.seam_plan import backend_plan, replays_inputs, union
+from qwen35.adapters.sglang.seam_plan import backend_plan, replays_inputs, reserved_pool, union
 from qwen35.adapters.sglang.seam_router import PORT, KernelRouter
 from qwen35.adapters.sglang.seams.release import Release
 from qwen35.domain.capabilities import Phase
@@ -41,6 +41,7 @@ class GdnSeam:
         self._release, self._counters, self._strict, self._fallback = release, counters, strict, fallback
         self.router = KernelRouter(routes, service, counters, checked)
         self._exchanged: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
+        self._switched: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
         self._plan: GdnPlan | None = None
         self.notes: list[str] = []
 
@@ -70,12 +71,16 @@ class GdnSeam:
         return hooks
 
     def restore(self) -> None:
-        """Give every live dispatcher its own kernels back. Graphs that were captured keep what they captured."""
-        for reference, originals in self._exchanged:
-            dispatcher = reference()
-            for name, kernel in originals.items() if dispatcher is not None else ():
-                setattr(dispatcher, name, kernel)
+        """Give every live dispatcher its own kernels back, and its backend the gathering that they need.
+
+        Graphs that were captured keep what they captured.
+        """
+        for reference, originals in (*self._exchanged, *self._switched):
+            owner = reference()
+            for name, value in originals.items() if owner is not None else ():
+                setattr(owner, name, value)
         self._exchanged.clear()
+        self._switched.clear()
 
     def _around_backend(self, original: Callable[..., None], backend: Any, model_runner: Any) -> None:
         original(backend, model_runner)
@@ -89,8 +94,10 @@ class GdnSeam:
         if service is not None:
             self._prepare(service, backend, model_runner)
         self._exchange(backend)
-        if Phase.EXTEND in self.router.routes and self._release.gather_switch is not None:
-            setattr(backend, self._release.gather_switch, False)
+        switch = self._release.gather_switch
+        if Phase.EXTEND in self.router.routes and switch is not None:
+            self._switched.append((weakref.ref(backend), {switch: getattr(backend, switch)}))
+            setattr(backend, switch, False)
 
     def _prepare(self, service: GatedDeltaRule, backend: Any, model_runner: Any) -> None:
         plan = backend_plan(backend, model_runner, gathers_pool=self._release.gather_switch is None)
@@ -115,10 +122,14 @@ class GdnSeam:
         originals = {name: getattr(dispatcher, name) for name in KERNEL_SLOTS}
         kind = kernel_class(LinearAttnKernelBase)
         gathers = Phase.EXTEND in self.router.routes and self._release.gather_switch is not None
+        reserved = None if self.router.service is None else reserved_pool(backend)
         ours: dict[int, GdnKernel] = {
-            id(kernel): stand_in(kind, LinearAttnKernelBase, kernel, self.router, chunk=FLA_CHUNK_SIZE, gathers=gathers)
+            id(kernel): stand_in(
+                kind, LinearAttnKernelBase, kernel, self.router, chunk=FLA_CHUNK_SIZE, gathers=gathers,
+                reserved=reserved,
+            )
             for kernel in originals.values()
-        }
+        }  # fmt: skip
         for name, kernel in originals.items():
             setattr(dispatcher, name, ours[id(kernel)])
         # supports_packed_decode stays what SGLang's decode kernel offers: a call that falls back must find its method.
@@ -136,15 +147,32 @@ class GdnSeam:
         finally:
             EXTENDING.reset(token)
 
-    def _around_weight_update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _around_weight_update(self, original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
+        from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
+
+        # Weights that were released have no memory behind them: reading them would end the CUDA context.
+        released = GPU_MEMORY_TYPE_WEIGHTS in updater.offload_tags
         try:
-            return original(*args, **kwargs)
-        finally:
-            # Even a failed update may have changed some parameters.
-            if self.router.service is not None:
-                copies = self.router.service.refresh_parameters()
-                self._counters.add("parameter_refreshes", port=PORT)
-                logger.info("refreshed %d parameter copies after a weight update", copies)
+            result = original(updater, *args, **kwargs)
+        except Exception:
+            if not released:  # even a failed update may have changed some parameters
+                self._refresh_after_error()
+            raise
+        if GPU_MEMORY_TYPE_WEIGHTS not in updater.offload_tags:
+            self._refresh()
+        return result
+
+    def _refresh_after_error(self) -> None:
+        try:
+            self._refresh()
+        except Exception as exc:  # noqa: BLE001 - whatever it is, SGLang's caller must get SGLang's own error
+            logger.error("qwen35: parameter copies are stale, as their refresh failed: %s: %s", type(exc).__name__, exc)
+
+    def _refresh(self) -> None:
+        if self.router.service is not None:
+            copies = self.router.service.refresh_parameters()
+            self._counters.add("parameter_refreshes", port=PORT)
+            logger.info("refreshed %d parameter copies after a weight update", copies)
 
     def _note(self, text: str) -> None:
         self.notes.append(text)

@@ -27,12 +27,15 @@ class GdnKernel:
     """Serves the routed phases by our service and everything else by ``original``, the object it replaces.
 
     ``gathers``: that this kernel, not SGLang, makes a strided pool contiguous for ``original``'s extend. ``chunk``:
-    tokens of a chunk of ``original``'s extend, before each of which it returns the state.
+    tokens of a chunk of ``original``'s extend, before each of which it returns the state. ``reserved``: the pool whose
+    slot 0 is never a request's (None: there is none).
     """
 
-    def __init__(self, original: Any, router: KernelRouter, *, chunk: int, gathers: bool) -> None:
+    def __init__(
+        self, original: Any, router: KernelRouter, *, chunk: int, gathers: bool, reserved: Tensor | None
+    ) -> None:
         self.original, self.router = original, router
-        self._chunk, self._gathers = chunk, gathers
+        self._chunk, self._gathers, self._reserved = chunk, gathers, reserved
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.original, name)
@@ -52,8 +55,8 @@ class GdnKernel:
 
         def ours(service: GatedDeltaRule) -> Tensor:
             return service.decode(seam_calls.packed_decode_call(
-                mixed_qkv, a, b, A_log, dt_bias, scale, ssm_states, self._slots(cache_indices), num_v_heads, head_v_dim,
-                kwargs,
+                mixed_qkv, a, b, A_log, dt_bias, scale, ssm_states, self._slots(cache_indices, ssm_states),
+                num_v_heads, head_v_dim, kwargs,
             ))[None]  # fmt: skip
 
         return self.router.serve(Phase.DECODE, self.original, ours, own)
@@ -73,7 +76,7 @@ class GdnKernel:
 
         def ours(service: GatedDeltaRule) -> Tensor:
             return service.decode(seam_calls.decode_call(
-                q, k, v, a, b, A_log, dt_bias, ssm_states, self._slots(cache_indices), kwargs
+                q, k, v, a, b, A_log, dt_bias, ssm_states, self._slots(cache_indices, ssm_states), kwargs
             ))[None]  # fmt: skip
 
         return self.router.serve(Phase.DECODE, self.original, ours, own)
@@ -92,7 +95,7 @@ class GdnKernel:
 
         def ours(service: GatedDeltaRule) -> tuple[Tensor, None, Tensor | None]:
             call, whole = seam_calls.extend_call(
-                q, k, v, g, beta, ssm_states, self._slots(cache_indices), query_start_loc, kwargs
+                q, k, v, g, beta, ssm_states, self._slots(cache_indices, ssm_states), query_start_loc, kwargs
             )
             return self._extend(service, call, whole, kwargs.get("output"))
 
@@ -113,7 +116,8 @@ class GdnKernel:
 
         def ours(service: GatedDeltaRule) -> Tensor:
             return service.verify(seam_calls.verify_call(
-                A_log, dt_bias, q, k, v, a, b, ssm_states, self._slots(cache_indices), query_start_loc, kwargs
+                A_log, dt_bias, q, k, v, a, b, ssm_states, self._slots(cache_indices, ssm_states), query_start_loc,
+                kwargs,
             )).flatten(0, 1)[None]  # fmt: skip
 
         return self.router.serve(Phase.VERIFY, self.original, ours, own)
@@ -149,9 +153,14 @@ class GdnKernel:
             chunk_states = planned_checkpoints(chunk_states, plan, offsets, final, self._chunk)
         return out, last, chunk_states
 
-    def _slots(self, slots: Tensor) -> Tensor:
-        """Warm-up fills whole batches with the reserved slot, which checked mode would take for a repetition."""
-        if not self.router.checked or capturing():
+    def _slots(self, slots: Tensor, states: Tensor) -> Tensor:
+        """Warm-up fills whole batches with the reserved slot, which checked mode would take for a repetition.
+
+        Where SGLang gathers a page-major pool for the call, ``states`` is a copy, whose row 0 is a request like others.
+        """
+        if self._reserved is None or not self.router.checked or capturing():
+            return slots
+        if states.untyped_storage().data_ptr() != self._reserved.untyped_storage().data_ptr():
             return slots
         return torch.where(slots == NULL_SLOT, -1, slots)
 
@@ -161,13 +170,15 @@ def kernel_class(base: type) -> type[GdnKernel]:
     return type("GdnKernel", (GdnKernel, base), {"__module__": __name__})
 
 
-def stand_in(kind: type[GdnKernel], base: type, original: Any, router: KernelRouter, *, chunk: int,
-             gathers: bool) -> GdnKernel:  # fmt: skip
+def stand_in(
+    kind: type[GdnKernel], base: type, original: Any, router: KernelRouter, *, chunk: int, gathers: bool,
+    reserved: Tensor | None,
+) -> GdnKernel:  # fmt: skip
     """A kernel of class ``kind`` for ``original``, with the traits that ``base`` declares taken from it.
 
     Where extend is routed it keeps planned checkpoints and no snapshots, whatever ``original`` does.
     """
-    kernel = kind(original, router, chunk=chunk, gathers=gathers)
+    kernel = kind(original, router, chunk=chunk, gathers=gathers, reserved=reserved)
     traits = {
         name: getattr(original, name)
         for name, value in inspect.getmembers(base, lambda value: isinstance(value, bool))

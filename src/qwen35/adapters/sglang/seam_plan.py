@@ -23,7 +23,7 @@ def backend_plan(backend: Any, model_runner: Any, gathers_pool: bool) -> GdnPlan
     key_heads = (conv.shape[-2] - value_heads * value_width) // (2 * key_width)
     batch = max(backend.verify_intermediate_state_indices.shape[0], backend.req_to_token_pool.size)
     strided = not pool[0].is_contiguous()
-    reserved = not backend.enable_unified_memory and not (strided and gathers_pool)
+    reserved = reserved_pool(backend) is not None and not (strided and gathers_pool)
     return GdnPlan(
         geometry=GdnGeometry(
             key_heads=key_heads, value_heads=value_heads, key_width=key_width, value_width=value_width
@@ -34,16 +34,26 @@ def backend_plan(backend: Any, model_runner: Any, gathers_pool: bool) -> GdnPlan
     )  # fmt: skip
 
 
+def reserved_pool(backend: Any) -> torch.Tensor | None:
+    """The pool [layers, N, HV, V, K] of whose slots SGLang hands out all but the reserved one; None where it hands out
+    all of them."""
+    pool: torch.Tensor = backend.req_to_token_pool.mamba_pool.mamba_cache.temporal
+    return None if backend.enable_unified_memory else pool
+
+
 def union(first: GdnPlan, second: GdnPlan) -> GdnPlan:
-    """A plan that covers both, for target and draft models of one geometry; else the second."""
+    """A plan that covers both, for target and draft models of one geometry; else the second.
+
+    A slot is null only where it is in both: one adapter serves the pools of both.
+    """
+    null_slot = second.null_slot if first.null_slot == second.null_slot else None
     if (first.geometry, first.state_dtype, first.device, first.token_dtype) != (
         second.geometry, second.state_dtype, second.device, second.token_dtype,
     ):  # fmt: skip
-        return second
+        return replace(second, null_slot=null_slot)
     return replace(
         second, max_batch=max(first.max_batch, second.max_batch), max_tokens=max(first.max_tokens, second.max_tokens),
-        max_draft=max(first.max_draft, second.max_draft),
-        null_slot=second.null_slot if first.null_slot == second.null_slot else None,
+        max_draft=max(first.max_draft, second.max_draft), null_slot=null_slot,
     )  # fmt: skip
 
 

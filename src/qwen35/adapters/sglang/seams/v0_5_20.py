@@ -58,6 +58,13 @@ TARGETS = {
     ),
     "chunk_size": Target(f"{_GDN}:FLA_CHUNK_SIZE"),
     "schedule": Target(f"{_CONTEXT}:get_schedule", "()"),
+    # relied on: what says that weights have no memory
+    "weights_updater": Target(
+        _WEIGHTS,
+        "(*, tp_worker, draft_worker, tp_cpu_group, memory_saver_adapter, flush_cache, is_fully_idle, scheduler, "
+        "metrics_collector, offload_tags, stashed_model_static_state)",
+    ),
+    "weights_tag": Target("sglang.srt.constants:GPU_MEMORY_TYPE_WEIGHTS"),
 }
 FUSION_TARGETS = {
     # hooked

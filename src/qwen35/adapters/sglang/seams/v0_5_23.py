@@ -22,6 +22,11 @@ TARGETS = (
         "scheduler": Target("sglang.srt.managers.scheduler:Scheduler.__init__", "(self, server_args, port_args)"),
         # A session may end with weights that arrived by RDMA and were announced by no update call.
         "weights_end": Target(f"{_WEIGHTS}.end_weight_update", "(self, recv_req)"),
+        "weights_updater": Target(
+            _WEIGHTS,
+            "(*, tp_worker, draft_worker, memory_saver_adapter, flush_cache, is_fully_idle, scheduler, "
+            "metrics_collector, offload_tags, stashed_model_static_state, _session)",
+        ),
         "gather_switch": Target(f"{_GDN}:GDNAttnBackend.requires_contiguous_prefill_state"),
         # Imported by name elsewhere; SGLang's registry patches those names too.
         "fusion_gate": Target(f"{_ADD_NORM}:flashinfer_ar_fusion_applies", "(batch_size)"),
