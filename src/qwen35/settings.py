@@ -116,8 +116,8 @@ def load_settings(base: Settings | None = None, **overrides: Any) -> Settings:
 def sglang_switched_off() -> bool:
     """Whether ``sglang_plugin`` says off, read by itself: from the environment, else from qwen35.toml.
 
-    Nothing else is looked at and nothing raises, so that a bad setting cannot end a launch that wants no plugin. A switch
-    that cannot be read says nothing; ``load_settings`` then says what is wrong with it.
+    Nothing else is looked at and nothing raises, so that a bad setting cannot end a launch that wants no plugin. A
+    switch that cannot be read says nothing; ``load_settings`` then says what is wrong with it.
     """
     values = {name.lower(): value for name, value in os.environ.items()}
     value: Any = values.get((ENVIRONMENT_PREFIX + SGLANG_SWITCH).lower())

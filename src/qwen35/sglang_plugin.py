@@ -19,7 +19,8 @@ import torch
 
 from qwen35.adapters.sglang import seam
 from qwen35.adapters.sglang.seam_choices import (
-    model_line,
+    impossible,
+    named_adapters,
     part_lines,
     phase_choices,
     refused_switch,
@@ -27,13 +28,12 @@ from qwen35.adapters.sglang.seam_choices import (
     requested_phases,
 )
 from qwen35.adapters.sglang.seam_explain import explain as explain_text
-from qwen35.adapters.sglang.seam_explain import (
-    read_model,
-)
+from qwen35.adapters.sglang.seam_faults import end_scheduler, reported
 from qwen35.adapters.sglang.seam_finalize import FinalizeSeam
 from qwen35.adapters.sglang.seam_fusion import FusionSeam
 from qwen35.adapters.sglang.seam_gdn import GdnSeam
 from qwen35.adapters.sglang.seam_metrics import PrometheusMirror, metrics_wanted
+from qwen35.adapters.sglang.seam_model import read_model
 from qwen35.adapters.sglang.seam_ranks import RankSettings
 from qwen35.adapters.sglang.seam_relay import RelaySeam
 from qwen35.adapters.sglang.seams import installed_release, release_seam
@@ -48,9 +48,7 @@ from qwen35.domain.errors import (
 )
 from qwen35.services.assembly import make_registry
 from qwen35.services.finalize_agreement import PROCESS_AGREEMENTS, Agreements
-from qwen35.services.finalize_choice import PORT as FUSION
 from qwen35.services.finalize_fusion import OFF
-from qwen35.services.gated_delta_rule import PORT
 from qwen35.services.platform import detect_platform
 from qwen35.services.registry import AUTO
 from qwen35.settings import Settings, load_settings, sglang_switched_off
@@ -117,15 +115,10 @@ def uninstall() -> None:
 
 def refuse_impossible(settings: Settings) -> None:
     """Raise for an adapter that the settings name and that does not exist or cannot be used on this machine."""
-    names = [(PORT, n) for n in sorted({*requested_phases(settings).values(), *filter(None, [settings.gdn_fallback])})]
-    names += [(FUSION, name) for name in filter(None, [requested_fusion(settings)])]
-    if not names:
-        return
-    registry = make_registry(settings, detect_platform(settings.device), ())
-    for port, name in names:
-        support = registry.usable(port, name)
-        if not support:
-            raise UnavailableError(f"{port} adapter {name!r}", support.reasons)
+    if named_adapters(settings) or settings.conv != AUTO:
+        first = next(impossible(settings, make_registry(settings, detect_platform(settings.device), ())), None)
+        if first is not None:
+            raise first
 
 
 def explain(model: str = "") -> str:
@@ -139,7 +132,7 @@ def explain(model: str = "") -> str:
         )
     settings = load_settings()
     registry = make_registry(settings, detect_platform(settings.device), ())
-    facts = read_model(Path(model), settings.state_dtype) if model else None
+    facts = read_model(Path(model)) if model else None
     found, release = installed_release(), None
     problems: tuple[str, ...] = ("SGLang is not installed",)
     if found is not None:
@@ -148,9 +141,12 @@ def explain(model: str = "") -> str:
             problems = seam.differences(release.targets)
         except UnavailableError as exc:
             problems = (str(exc),)
+    ends = [str(exc) for exc in impossible(settings, registry)]
+    if problems and found is not None and settings.sglang_strict:
+        ends.append("QWEN35_SGLANG_STRICT is set")
     return explain_text(
         release=found, problems=problems, platform=registry.platform, choices=phase_choices(settings, registry, facts),
-        fallback=settings.gdn_fallback, model=None if facts is None else model_line(facts),
+        fallback=settings.gdn_fallback, model=None if facts is None else facts.line(), ends=ends,
         parts=[] if release is None or problems else part_lines(settings, registry, release, facts),
     )  # fmt: skip
 
@@ -172,33 +168,52 @@ def _release(settings: Settings) -> Release | None:
 def _around_scheduler(
     settings: Settings, release: Release, original: Callable[..., None], scheduler: Any, *args: Any, **kwargs: Any
 ) -> None:
-    one = None
-    try:
-        found = seam.differences(release.targets)
-        if found:
-            raise UnavailableError(f"the seam for SGLang {installed_release()}", found)
-        place = release.place(inspect.signature(original).bind(scheduler, *args, **kwargs).arguments)
-        one = start(settings, release, place, make_container(settings, place))
-    except UnavailableError as exc:
-        _run_alone(settings, exc)
+    one = _begin(settings, release, partial(inspect.signature(original).bind, scheduler, *args, **kwargs))
     try:
         original(scheduler, *args, **kwargs)
     except (UnsupportedError, UnavailableError, ConfigurationError) as exc:
-        raise SystemExit(f"qwen35: {exc}") from exc
-    if one is not None:
+        end_scheduler(exc)
+    if one is None:
+        return
+    try:
         announce(settings, one)
+    except Exception as exc:  # noqa: BLE001 - an engine that stands must not end by what is said of it
+        logger.error("qwen35: serves, but could not say so or start its metrics (%s)", seam.said(exc))
 
 
-def _run_alone(settings: Settings, exc: UnavailableError) -> None:
-    if settings.sglang_strict:
-        raise SystemExit(f"qwen35: {exc}") from exc
-    logger.error("qwen35: %s. SGLang runs as if the plugin were not there", exc)
+def _begin(settings: Settings, release: Release, bind: Callable[[], inspect.BoundArguments]) -> Running | None:
+    """The plugin installed in this scheduler's process; None, said once, where SGLang does not fit and may run alone."""
+    what = f"the seam for SGLang {installed_release()}"
+    try:
+        with reported(what):
+            found = seam.differences(release.targets)
+            if found:
+                raise UnavailableError(what, found)
+            place = release.place(bind().arguments)
+        container = _container_or_end(settings, place)
+        with reported(what):
+            return start(settings, release, place, container)
+    except UnavailableError as exc:
+        uninstall()
+        if settings.sglang_strict:
+            end_scheduler(exc)
+        logger.error("qwen35: %s. SGLang runs as if the plugin were not there", exc)
+        return None
+    except Qwen35Error as exc:
+        end_scheduler(exc)
+
+
+def _container_or_end(settings: Settings, place: Place) -> Container:
+    try:
+        return make_container(settings, place)
+    except Qwen35Error as exc:
+        end_scheduler(exc)
 
 
 def make_container(settings: Settings, place: Place) -> Container:
     """The container of this process. Phases that are not routed share a routed phase's adapter, or a free one.
 
-    What cannot be honoured ends the process with one line.
+    Raises ``ConfigurationError`` or ``UnavailableError`` for what cannot be honoured.
     """
     routes = requested_phases(settings)
     filler = next(iter(routes.values()), UNUSED)
@@ -206,10 +221,7 @@ def make_container(settings: Settings, place: Place) -> Container:
     overrides: dict[str, Any] = {
         **names, "conv": UNUSED, "device": _device(settings, place), "finalize": requested_fusion(settings) or OFF,
     }  # fmt: skip
-    try:
-        return build(settings, **overrides)
-    except Qwen35Error as exc:
-        raise SystemExit(f"qwen35: {exc}") from exc
+    return build(settings, **overrides)
 
 
 def start(

@@ -32,7 +32,10 @@ def test_explain_has_lines_for_fusion_relay_and_shadow(monkeypatch: pytest.Monke
     assert "shadow: none; reference (QWEN35_GDN_SHADOW) needs a phase that an adapter of ours serves" in text
     monkeypatch.setenv("QWEN35_FINALIZE", "reference")
     monkeypatch.setenv("QWEN35_GDN_DECODE", "reference")
-    (tmp_path / "config.json").write_text('{"model_type": "qwen3_5_text"}')
+    (tmp_path / "config.json").write_text(
+        '{"model_type": "qwen3_5_text", "linear_num_key_heads": 16, "linear_num_value_heads": 32,'
+        ' "linear_key_head_dim": 128, "linear_value_head_dim": 128}'
+    )
     text = sglang_plugin.explain(str(tmp_path))
     assert "which cannot serve here: model type requires qwen3_5_moe_text, got qwen3_5_text" in text
     assert "shadow: reference repeats one eager call in 100 of each phase (QWEN35_GDN_SHADOW)" in text

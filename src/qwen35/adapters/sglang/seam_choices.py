@@ -2,26 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from qwen35.adapters.sglang.seam_explain import (
+    ENDS,
     FusionChoice,
-    ModelFacts,
     PhaseChoice,
     cutedsl_line,
+    idle_line,
     relay_line,
     shadow_line,
 )
-from qwen35.adapters.sglang.seam_gdn import MODEL_FAMILY
+from qwen35.adapters.sglang.seam_model import ModelFacts
 from qwen35.adapters.sglang.seams.release import Release
 from qwen35.domain.capabilities import Phase
+from qwen35.domain.errors import UnavailableError
 from qwen35.domain.finalize_policy import FUSING_MODEL_TYPES
+from qwen35.domain.shadow import parse_shadow
 from qwen35.ports.support import plan_support
 from qwen35.services.finalize_choice import PORT as FUSION
 from qwen35.services.finalize_fusion import OFF
 from qwen35.services.gated_delta_rule import PORT
 from qwen35.services.registry import AUTO, AdapterRegistry
+from qwen35.services.short_convolution import PORT as CONVOLUTION
 from qwen35.settings import Settings
+
+#: Settings of the library that decide nothing inside SGLang, and what decides there.
+IDLE = {
+    "conv": "the short convolution is always SGLang's own",
+    "dtype": "SGLang's --dtype decides",
+    "state_dtype": "SGLang's --mamba-ssm-dtype, else mamba_ssm_dtype of the model's configuration, decides",
+}
 
 
 def requested_phases(settings: Settings) -> dict[Phase, str]:
@@ -37,28 +50,95 @@ def requested_fusion(settings: Settings) -> str | None:
     return None if settings.finalize in (AUTO, OFF) else settings.finalize
 
 
+def named_adapters(settings: Settings) -> list[tuple[str, str]]:
+    """(port, name) of every adapter that the settings name and a launch would make; ``ConfigurationError`` for a shadow
+    that is not spelt as one."""
+    shadow = None if settings.gdn_shadow is None else parse_shadow(settings.gdn_shadow).adapter
+    names = {*requested_phases(settings).values(), *filter(None, [settings.gdn_fallback, shadow])}
+    fusion = requested_fusion(settings)
+    return [*((PORT, name) for name in sorted(names)), *([] if fusion is None else [(FUSION, fusion)])]
+
+
+def impossible(settings: Settings, registry: AdapterRegistry) -> Iterator[UnavailableError]:
+    """What ends a launch before anything is installed: each named adapter that this machine cannot use.
+
+    Raises ``UnknownNameError`` for one that does not exist, also for the convolution's, which nothing here would use.
+    """
+    if settings.conv != AUTO:
+        registry.entry(CONVOLUTION, settings.conv)
+    for port, name in named_adapters(settings):
+        support = registry.usable(port, name)
+        if not support:
+            yield UnavailableError(f"{port} adapter {name!r}", support.reasons)
+
+
 def phase_choices(settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None) -> list[PhaseChoice]:
     """Who serves each phase, for the model ``facts`` where there is one."""
-    routes = requested_phases(settings)
     return [
-        PhaseChoice(phase=phase, adapter=routes.get(phase), reasons=_reasons(registry, routes.get(phase), facts))
+        _phase_choice(settings, registry, facts, phase, requested_phases(settings).get(phase))
         for phase in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY)
     ]
 
 
-def part_lines(settings: Settings, registry: AdapterRegistry, release: Release, facts: ModelFacts | None) -> list[str]:
-    """Fusion, relay and shadow."""
-    named = requested_fusion(settings)
-    reasons: tuple[str, ...] = () if named is None else registry.usable(FUSION, named).reasons
-    if named is not None and facts is not None and facts.family not in FUSING_MODEL_TYPES:
-        reasons += (f"model type requires {' or '.join(sorted(FUSING_MODEL_TYPES))}, got {facts.family}",)
-    fusion = FusionChoice(
-        adapter=named, kept=settings.finalize, reasons=reasons, refused_switch=refused_switch(release, registry)
+def _phase_choice(
+    settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None, phase: Phase, name: str | None
+) -> PhaseChoice:
+    unrouted = None if facts is None else facts.unrouted
+    if name is None:
+        return PhaseChoice(phase=phase, adapter=None, unrouted=unrouted)
+    machine = registry.usable(PORT, name)
+    if not machine:
+        return PhaseChoice(phase=phase, adapter=name, reasons=machine.reasons)
+    against = _against_model(registry, name, facts)
+    return PhaseChoice(
+        phase=phase, adapter=name, reasons=against, unrouted=unrouted, then=_instead(settings, registry, facts)
     )
+
+
+def _against_model(registry: AdapterRegistry, name: str, facts: ModelFacts | None) -> tuple[str, ...]:
+    plan = None if facts is None else facts.plan(torch.device(registry.platform.device))
+    return () if plan is None else plan_support(registry.adapter(PORT, name).capabilities, plan).reasons
+
+
+def _instead(settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None) -> str:
+    """What happens to a model whose plan a chosen adapter refuses."""
+    second = settings.gdn_fallback
+    if second is not None and registry.usable(PORT, second) and not _against_model(registry, second, facts):
+        return f"{second} (QWEN35_GDN_FALLBACK) serves"
+    return f"{ENDS} (QWEN35_SGLANG_STRICT)" if settings.sglang_strict else "SGLang's own kernel serves"
+
+
+def part_lines(settings: Settings, registry: AdapterRegistry, release: Release, facts: ModelFacts | None) -> list[str]:
+    """Fusion, relay, shadow, and settings that do nothing here."""
+    routed = bool(requested_phases(settings)) and (facts is None or facts.unrouted is None)
     return [
-        *fusion.lines(), relay_line("relay" in release.targets),
-        shadow_line(settings.gdn_shadow, bool(requested_phases(settings))),
+        *_fusion_choice(settings, registry, release, facts).lines(), relay_line("relay" in release.targets),
+        shadow_line(settings.gdn_shadow, routed), *idle_lines(settings),
     ]  # fmt: skip
+
+
+def idle_lines(settings: Settings) -> list[str]:
+    """Settings that are set and do nothing inside SGLang."""
+    values = settings.model_dump(include=set(IDLE))
+    set_ones = [name for name in IDLE if values[name] != Settings.model_fields[name].default]
+    return [idle_line(name, values[name], IDLE[name]) for name in set_ones]
+
+
+def _fusion_choice(
+    settings: Settings, registry: AdapterRegistry, release: Release, facts: ModelFacts | None
+) -> FusionChoice:
+    named = requested_fusion(settings)
+    machine: tuple[str, ...] = () if named is None else registry.usable(FUSION, named).reasons
+    model: tuple[str, ...] = ()
+    if named is not None and facts is not None and facts.family not in FUSING_MODEL_TYPES:
+        model = (f"model type requires {' or '.join(sorted(FUSING_MODEL_TYPES))}, got {facts.family}",)
+    then = ENDS
+    if not machine:
+        then = f"{ENDS} (QWEN35_SGLANG_STRICT)" if settings.sglang_strict else "SGLang's own choice is kept"
+    return FusionChoice(
+        adapter=named, kept=settings.finalize, reasons=machine + model, then=then,
+        refused_switch=refused_switch(release, registry),
+    )  # fmt: skip
 
 
 def refused_switch(release: Release, registry: AdapterRegistry) -> str | None:
@@ -68,26 +148,3 @@ def refused_switch(release: Release, registry: AdapterRegistry) -> str | None:
     except ValueError:  # no launch has published its arguments in this process
         on = False
     return cutedsl_line(registry.platform.compute_capability) if on else None
-
-
-def _reasons(registry: AdapterRegistry, name: str | None, facts: ModelFacts | None) -> tuple[str, ...]:
-    if name is None:
-        return ()
-    support = registry.usable(PORT, name)
-    plan = None if facts is None else facts.plan(torch.device(registry.platform.device))
-    if support and plan is not None:
-        support = plan_support(registry.adapter(PORT, name).capabilities, plan)
-    return support.reasons
-
-
-def model_line(facts: ModelFacts) -> str:
-    """What the plugin reads in a model's configuration."""
-    if not facts.family.startswith(MODEL_FAMILY):
-        return f"{facts.family} is not Qwen3.5: nothing is routed, SGLang's own kernels serve"
-    g = facts.geometry
-    if g is None:
-        return f"{facts.family} has no Gated DeltaNet layers: nothing is routed"
-    return (
-        f"{facts.family}, GDN heads {g.key_heads} (q, k) and {g.value_heads} (v) before tensor parallelism, "
-        f"widths {g.key_width} and {g.value_width}"
-    )

@@ -2,35 +2,37 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import torch
 
 from qwen35.adapters.sglang.seams import TESTED
 from qwen35.domain.capabilities import Phase
-from qwen35.domain.errors import ConfigurationError
-from qwen35.domain.geometry import GdnGeometry
 from qwen35.domain.platform import Platform
 from qwen35.domain.shadow import parse_shadow
-from qwen35.ports.gated_delta_rule import GdnPlan
 
 #: FlashInfer's deferred finalize and CuTe DSL kernels begin here.
 CUTEDSL_CAPABILITY = (10, 0)
-#: Stands for sizes that only a running engine knows.
-_SMALL = 1
+#: What becomes of a launch that was asked for the impossible.
+ENDS = "the launch ends"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseChoice:
-    """Who serves a phase: ``adapter`` (None: SGLang's own kernel), and the ``reasons`` against it, if any."""
+    """Who serves a phase: ``adapter`` (None: SGLang's own kernel), and the ``reasons`` against it, if any.
+
+    ``then``: what the launch does about those. ``unrouted``: why nothing of this model is routed, whatever is named.
+    """
 
     phase: Phase
     adapter: str | None
     reasons: tuple[str, ...] = ()
+    then: str = ENDS
+    unrouted: str | None = None
+
+    @property
+    def routed(self) -> bool:
+        """Whether calls of the phase go to our service."""
+        return self.adapter is not None and self.unrouted is None
 
     @property
     def variable(self) -> str:
@@ -39,11 +41,12 @@ class PhaseChoice:
 
     def text(self) -> str:
         """One line."""
+        if self.unrouted is not None and not self.reasons:
+            idle = "" if self.adapter is None else f"; {self.adapter} ({self.variable}) serves nothing"
+            return f"{self.phase}: SGLang's own kernel, uncounted: {self.unrouted}{idle}"
         if self.adapter is None:
             return f"{self.phase}: SGLang's own kernel, counted ({self.variable} is not set)"
-        if self.reasons:
-            return f"{self.phase}: {self.adapter} ({self.variable}), which cannot serve here: {'; '.join(self.reasons)}"
-        return f"{self.phase}: {self.adapter} ({self.variable})"
+        return _with_reasons(f"{self.phase}: {self.adapter} ({self.variable})", self.reasons, self.then)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,12 +54,14 @@ class FusionChoice:
     """Who serves all-reduce + residual + norm: ``adapter`` (None: SGLang's own choice), and the ``reasons`` against it.
 
     ``kept``: where nothing is named, the setting's value ("auto" or "off"). ``refused_switch``: what becomes of
-    SGLang's own CuTe DSL switch, where it is on and this machine cannot serve it.
+    SGLang's own CuTe DSL switch, where it is on and this machine cannot serve it. ``then``: what the launch does about
+    the reasons.
     """
 
     adapter: str | None
     kept: str = "auto"
     reasons: tuple[str, ...] = ()
+    then: str = ENDS
     refused_switch: str | None = None
 
     def lines(self) -> list[str]:
@@ -65,10 +70,14 @@ class FusionChoice:
             why = "QWEN35_FINALIZE is not set" if self.kept == "auto" else f"QWEN35_FINALIZE is {self.kept}"
             text = f"fusion: SGLang's own choice, counted ({why})"
         else:
-            text = f"fusion: {self.adapter} (QWEN35_FINALIZE) for all-reduce + residual + norm among two ranks or more"
-            if self.reasons:
-                text = f"fusion: {self.adapter} (QWEN35_FINALIZE), which cannot serve here: {'; '.join(self.reasons)}"
+            text = f"fusion: {self.adapter} (QWEN35_FINALIZE)"
+            text += "" if self.reasons else " for all-reduce + residual + norm among two ranks or more"
+            text = _with_reasons(text, self.reasons, self.then)
         return [text, *([] if self.refused_switch is None else [self.refused_switch])]
+
+
+def _with_reasons(choice: str, reasons: Sequence[str], then: str) -> str:
+    return f"{choice}, which cannot serve here: {'; '.join(reasons)}; {then}" if reasons else choice
 
 
 def cutedsl_line(compute_capability: tuple[int, int] | None) -> str | None:
@@ -88,6 +97,11 @@ def relay_line(mended: bool) -> str:
     return "relay: SGLang's own FutureMap, which this release mended itself"
 
 
+def idle_line(name: str, value: object, decides: str) -> str:
+    """That the setting ``name`` is set and does nothing here, and what ``decides`` instead."""
+    return f"QWEN35_{name.upper()} = {value} does nothing inside SGLang: {decides}"
+
+
 def shadow_line(setting: str | None, routed: bool) -> str:
     """Which calls are repeated by a second adapter."""
     if setting is None:
@@ -98,49 +112,15 @@ def shadow_line(setting: str | None, routed: bool) -> str:
     return f"shadow: {spec.adapter} repeats one eager call in {spec.every} of each phase (QWEN35_GDN_SHADOW)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFacts:
-    """What a model's configuration says: its ``family`` (model_type) and, for Qwen3.5, its GDN ``geometry``."""
-
-    family: str
-    geometry: GdnGeometry | None
-    state_dtype: torch.dtype
-
-    def plan(self, device: torch.device) -> GdnPlan | None:
-        """The smallest plan of this geometry: what an adapter says to it, it says to every larger one."""
-        if self.geometry is None:
-            return None
-        return GdnPlan(
-            geometry=self.geometry, state_dtype=self.state_dtype, device=device, max_batch=_SMALL, max_tokens=_SMALL
-        )
-
-
-def read_model(directory: Path, state_dtype: str) -> ModelFacts:
-    """From ``directory``/config.json. Raises ``ConfigurationError`` where it cannot be read as one."""
-    path = directory / "config.json"
-    try:
-        whole: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as exc:
-        raise ConfigurationError(f"{path} must be a model's configuration: {exc}") from exc
-    text = whole.get("text_config", whole)
-    family = str(text.get("model_type", whole.get("model_type", "unknown")))
-    names = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
-    sizes = [text.get(name) for name in names]
-    geometry = None
-    if all(isinstance(size, int) for size in sizes):
-        heads, value_heads, key_width, value_width = sizes
-        geometry = GdnGeometry(key_heads=heads, value_heads=value_heads, key_width=key_width, value_width=value_width)
-    return ModelFacts(family=family, geometry=geometry, state_dtype=getattr(torch, state_dtype))
-
-
 def explain(
     *, release: str | None, problems: Sequence[str], platform: Platform, choices: Iterable[PhaseChoice],
     fallback: str | None, parts: Iterable[str] = (), model: str | None = None, others: Iterable[str] = (),
+    ends: Iterable[str] = (),
 ) -> str:  # fmt: skip
     """The text: release and machine, who serves which phase, what happens to what an adapter refuses.
 
     ``problems``: why the seam is not installed (none: it is). ``parts`` (fusion, relay, shadow), ``model`` and
-    ``others``: lines of their own.
+    ``others``: lines of their own. ``ends``: what ends the launch.
     """
     tested = " and ".join(TESTED)
     capability = "" if platform.compute_capability is None else ", compute capability {}.{}".format(
@@ -151,15 +131,16 @@ def explain(
         f"on {platform.device_name}{capability}",
         *(f"not installed: {problem}" for problem in problems),
     ]
+    ending = [f"{ENDS}: {why}" for why in ends]
     if problems:
-        return "\n  ".join([*lines, "SGLang runs as if the plugin were not there"])
+        return "\n  ".join([*lines, *(ending or ["SGLang runs as if the plugin were not there"])])
     chosen = list(choices)
     lines += [choice.text() for choice in chosen]
-    if any(choice.adapter for choice in chosen):
+    if any(choice.routed for choice in chosen):
         second = "" if fallback is None else f"{fallback} (QWEN35_GDN_FALLBACK), then "
         lines.append(f"what a chosen adapter refuses: {second}SGLang's own kernel, counted with the reason")
     lines += parts
     lines.append("always SGLang's own: short convolution, commit of accepted drafts, ReplaySSM, multi-item scoring")
     if model is not None:
         lines.append(f"model: {model}")
-    return "\n  ".join([*lines, *others])
+    return "\n  ".join([*lines, *others, *ending])
