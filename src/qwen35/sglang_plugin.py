@@ -182,7 +182,7 @@ def _around_scheduler(
 
 
 def _begin(settings: Settings, release: Release, bind: Callable[[], inspect.BoundArguments]) -> Running | None:
-    """The plugin installed in this scheduler's process; None, said once, where SGLang does not fit and may run alone."""
+    """The plugin installed in this process; None, said once, where the seam does not fit and SGLang may run alone."""
     what = f"the seam for SGLang {installed_release()}"
     try:
         with reported(what):

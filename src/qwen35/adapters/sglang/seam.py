@@ -63,12 +63,22 @@ def _difference(target: Target) -> str | None:
         value = pkgutil.resolve_name(target.path)
     except (ImportError, AttributeError) as exc:
         return f"{target.path} is not there ({exc})"
+    except Exception as exc:  # noqa: BLE001 - a module of SGLang, or one that it imports, may raise anything
+        return f"{target.path} cannot be imported ({said(exc)})"
     if target.signature is None:
         return None
     if not callable(value):
         return f"{target.path} must be a function, got {type(value).__name__}"
-    found = signature_of(value)
+    try:
+        found = signature_of(value)
+    except (TypeError, ValueError) as exc:
+        return f"{target.path} must take {target.signature}, does not say what it takes ({exc})"
     return None if found == target.signature else f"{target.path} must take {target.signature}, takes {found}"
+
+
+def said(exc: Exception) -> str:
+    """Kind and text of somebody else's error in one line."""
+    return f"{type(exc).__name__}: {' '.join(str(exc).split())}"
 
 
 class _Switch:
@@ -110,17 +120,20 @@ def install(release: str, targets: Mapping[str, Target], hooks: Mapping[str, Hoo
     if found:
         raise UnavailableError(f"the seam for SGLang {release}", found)
     fresh = {path: pkgutil.resolve_name(path) for key in hooks if (path := targets[key].path) not in _SWITCHES}
-    for key, hook in hooks.items():
-        hook_later(targets[key].path, hook)
-    HookRegistry.apply_hooks()
+    broken: list[str] = []
+    try:
+        for key, hook in hooks.items():
+            hook_later(targets[key].path, hook)
+        HookRegistry.apply_hooks()
+    except Exception as exc:  # noqa: BLE001 - SGLang's registry may raise anything, and some hooks are on by then
+        broken = [f"SGLang's HookRegistry failed ({said(exc)})"]
     unpatched = [path for path, before in fresh.items() if pkgutil.resolve_name(path) is before]
-    if unpatched:
+    if broken or unpatched:
         uninstall()
         for path in unpatched:
-            del _SWITCHES[path]
-        raise UnavailableError(
-            f"the seam for SGLang {release}", [f"{path} was not patched; SGLang's log says why" for path in unpatched]
-        )
+            _SWITCHES.pop(path, None)
+        reasons = broken or [f"{path} was not patched; SGLang's log says why" for path in unpatched]
+        raise UnavailableError(f"the seam for SGLang {release}", reasons)
 
 
 def uninstall() -> None:
