@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from seam_machine import PLACE, Machine, installed_seam, start
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fakes import FakeGatedDeltaRule, fake_entry
 from qwen35 import sglang_plugin
@@ -147,6 +148,59 @@ def test_parameters_are_refreshed_after_a_weight_update_even_one_that_fails(key:
     with pytest.raises(AttributeError):
         update(types.SimpleNamespace(offload_tags=set()), types.SimpleNamespace())  # neither weights nor workers
     assert fake.count == 1
+
+
+class Worker:
+    """SGLang's tensor-parallel worker whose every update writes one weight in place and succeeds."""
+
+    def __init__(self) -> None:
+        self.weight = torch.nn.Parameter(torch.zeros(3))
+        model = torch.nn.Module()
+        model.register_buffer("static", torch.zeros(2))
+        self.model_runner = types.SimpleNamespace(model=model)
+
+    def __getattr__(self, name: str) -> Any:
+        if not name.startswith(("update_weights", "end_weight_update")):
+            raise AttributeError(name)
+        return self._update
+
+    def _update(self, *_: Any) -> tuple[bool, str]:
+        self.weight.data.fill_(1.0)
+        return True, "done"
+
+
+@pytest.mark.parametrize("key", installed_seam().weight_updates)
+def test_parameters_are_refreshed_after_the_weights_are_new(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
+
+    worker, resume = Worker(), key == "weights_resume"
+
+    class Refreshed(FakeGatedDeltaRule):
+        def __init__(self) -> None:
+            super().__init__(0.0)
+            self.seen: list[float] = []
+
+        def refresh_parameters(self) -> int:
+            self.seen.append(float(worker.weight[0]))
+            return 1
+
+    fake = Refreshed()
+    one = start(build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **NAMES), **NAMES)
+    monkeypatch.setattr(torch.distributed, "barrier", lambda *_, **__: None)
+    saver = types.SimpleNamespace(resume=lambda _: worker._update())
+    ready: Any = types.SimpleNamespace(record_weight_version_change=lambda **_: None)
+    updater = Updater(
+        tp_worker=worker, draft_worker=None, tp_cpu_group=None, memory_saver_adapter=saver, scheduler=ready,
+        flush_cache=lambda **_: True, is_fully_idle=lambda **_: True,
+        offload_tags={"weights"} if resume else set(),
+        stashed_model_static_state={"buffers": [("static", torch.ones(2))]} if resume else None,
+    )  # fmt: skip
+    request = types.SimpleNamespace(
+        flush_cache=True, torch_empty_cache=False, weight_version="2", disable_draft_model=True, tags=["weights"]
+    )
+    getattr(updater, installed_seam().targets[key].path.rpartition(".")[2])(request)
+    assert fake.seen == [1.0], "once, and after the new weights were written"
+    assert one.container.counters().total("parameter_refreshes") == 1
 
 
 def run_scheduler(monkeypatch: pytest.MonkeyPatch, *, strict: bool = False) -> list[str]:
@@ -368,7 +422,24 @@ def test_the_entry_point_is_the_one_that_sglang_loads() -> None:
     assert project["entry-points"][plugins.GENERAL_PLUGINS_GROUP] == {"qwen35": "qwen35.sglang_plugin:register"}
 
 
-def test_no_kernel_runs_while_the_plugin_is_made_ready() -> None:
-    before = torch.cuda.is_initialized()
-    start(gdn_decode="reference")
-    assert torch.cuda.is_initialized() == before
+class Operators(TorchDispatchMode):
+    """Names every operator of torch that is dispatched, on whatever device; a kernel needs one for its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_no_kernel_runs_and_nothing_is_allocated_while_the_plugin_is_made_ready() -> None:
+    fake = FakeGatedDeltaRule(0.0)
+    container = build(device="cpu", conv="reference", finalize="off", adapters=[fake_entry("fake", fake)], **NAMES)
+    with Operators() as operators:
+        torch.zeros(1)
+        start(container, **NAMES)
+        start(gdn_decode="reference", gdn_fallback="reference64", gdn_shadow="reference:1", finalize="reference")
+    assert operators.seen == ["aten.zeros.default"], "the one above, which shows that they are seen"
+    assert (fake.calls, fake.plans) == ([], [])

@@ -75,16 +75,24 @@ def test_a_padded_extend_sees_the_real_rows_and_leaves_zeros_after_them(lead: tu
 
 
 @pytest.mark.row("G06")
-def test_the_batch_is_whole_again_even_where_the_kernel_raises() -> None:
-    start(**ALL)
+def test_the_batch_is_whole_again_even_where_the_kernel_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = start(**ALL)
     machine = Machine()
     batch = machine.batch("EXTEND", [5, 2], padding=3)
-    locations = batch.out_cache_loc
-    machine.metadata([4, 99], [0, 5, 7])  # 99 is no slot: the call is refused by value, and SGLang's kernel has no GPU
+    locations, seen = batch.out_cache_loc, []
+
+    def raises(*_: Any, **__: Any) -> None:
+        seen.append(batch.out_cache_loc.shape[0])
+        raise InterruptedError("SGLang's own kernel")
+
+    monkeypatch.setattr(type(machine.dispatcher.extend_kernel.original), "extend", raises)
+    machine.metadata([4, 99], [0, 5, 7])  # 99 is no slot: the call is refused by value, and SGLang's kernel gets it
     packed, a, b = machine.tokens(10)
-    with through(Front(machine)), pytest.raises(Exception, match=r"."):
+    with through(Front(machine)), pytest.raises(InterruptedError, match=r"^SGLang's own kernel$"):
         machine.layer(batch, packed, a, b)
+    assert seen == [7], "the kernel raised while the batch was cut to its real rows"
     assert batch.out_cache_loc is locations
+    assert one.container.counters().total("fallbacks", phase="extend", instead_of="reference") == 1
 
 
 @pytest.mark.row("G09")
