@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 
+from qwen35.cli.demo import written
+
 
 def test_demo_runs_both_adapters_against_transformers_and_swaps(run: Any, tmp_path: Path) -> None:
     result = run("demo", "--dir", tmp_path / "demo", env={"QWEN35_DEVICE": "cpu"})
@@ -22,6 +24,9 @@ def test_demo_runs_both_adapters_against_transformers_and_swaps(run: Any, tmp_pa
     assert report["interrupted"] is False
     assert {r["adapter"] for row in report["rows"] for r in row["results"] if r["ran"]} == {"triton", "reference"}
     assert (tmp_path / "demo" / "checkpoint" / "config.json").is_file()
+    assert {path.name for path in (tmp_path / "demo").iterdir()} == {
+        path.relative_to(tmp_path / "demo").parts[0] for path in written(tmp_path / "demo")
+    }
 
 
 def test_without_transformers_it_says_what_to_install(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +34,24 @@ def test_without_transformers_it_says_what_to_install(run: Any, monkeypatch: pyt
     result = run("demo", env={"QWEN35_DEVICE": "cpu"})
     assert result.exit_code == 2, result.output
     assert "pip install 'qwen35[report]'" in result.stderr
+
+
+@pytest.mark.parametrize("held", ["checkpoint/config.json", "swap/swap.json", "triton.safetensors"])
+def test_what_an_earlier_demo_left_is_replaced_only_where_asked(
+    run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, held: str
+) -> None:
+    path = tmp_path / "demo" / held
+    path.parent.mkdir(parents=True)
+    path.write_text("earlier")
+    refused = run("demo", "--dir", tmp_path / "demo", env={"QWEN35_DEVICE": "cpu"})
+    assert refused.exit_code == 2, refused.output
+    assert "--dir already holds" in refused.stderr
+    assert "give --overwrite to replace it" in refused.stderr
+    assert path.read_text() == "earlier"
+    assert [p for p in (tmp_path / "demo").rglob("*") if p.is_file()] == [path]
+    monkeypatch.setitem(sys.modules, "transformers", None)  # stands for going on, and quickly
+    asked = run("demo", "--dir", tmp_path / "demo", "--overwrite", env={"QWEN35_DEVICE": "cpu"})
+    assert "pip install 'qwen35[report]'" in asked.stderr
 
 
 def test_ctrl_c_is_one_word_and_exit_code_130(tmp_path: Path) -> None:

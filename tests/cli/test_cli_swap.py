@@ -110,6 +110,32 @@ def test_ctrl_c_keeps_what_was_measured(run: Any, checkpoint: Path, tmp_path: Pa
     assert (tmp_path / "out" / "swap.png").is_file()
 
 
+@pytest.mark.usefixtures("third_party")
+def test_ctrl_c_before_anything_was_measured_replaces_nothing(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    for earlier in (None, "a full report"):
+        if earlier is not None:
+            (out / "swap.json").write_text(earlier)
+        result = swap(run, checkpoint, out, "--gdn", "interrupted,plain", "--overwrite")
+        assert result.exit_code == 130, result.output
+        assert result.stderr.strip() == "interrupted before anything was measured"
+        assert "wrote" not in result.stdout
+        assert [path.name for path in out.iterdir()] == ([] if earlier is None else ["swap.json"])
+    assert (out / "swap.json").read_text() == "a full report"
+
+
+def test_a_document_is_replaced_whole(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "swap.json").write_text("earlier")
+    (tmp_path / "same").hardlink_to(out / "swap.json")
+    words = ("--gdn", "reference", "--prefill", "", "--verify", "", "--decode-batches", "1")
+    assert swap(run, checkpoint, out, *words, "--overwrite").exit_code == 0
+    assert load(out)["rows"]
+    assert (tmp_path / "same").read_text() == "earlier", "written in place, a second Ctrl-C leaves half of it"
+    assert sorted(path.name for path in out.iterdir()) == ["swap.json", "swap.png"]
+
+
 def test_an_adapter_that_cannot_run_here_is_shown_with_its_reason(run: Any, checkpoint: Path, tmp_path: Path) -> None:
     words = ("--gdn", "triton,reference", "--prefill", "", "--verify", "", "--decode-batches", "1")
     assert swap(run, checkpoint, tmp_path / "out", *words).exit_code == 0

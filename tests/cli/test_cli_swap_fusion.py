@@ -131,7 +131,7 @@ class SpoiltWorkspace:
         self, handoff: FinalizeHandoff, residual: Tensor, gamma: Tensor, out: NormAndResidual | None = None
     ) -> NormAndResidual:
         kind = self._maker.kind
-        if kind == "interrupted" and handoff.m > 1:
+        if kind == "early" or (kind == "interrupted" and handoff.m > 1):
             raise KeyboardInterrupt
         if kind == "crashing":
             raise RuntimeError("illegal address")
@@ -200,3 +200,13 @@ def test_ctrl_c_keeps_what_was_measured(tmp_path: Path, seed: int) -> None:
     (row,) = report["rows"]
     assert row["m"] == 1
     assert all(result["ran"] for result in row["results"])
+
+
+def test_ctrl_c_before_anything_was_measured_replaces_nothing(
+    tmp_path: Path, seed: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "swap.json").write_text('"a full report"')
+    finished, report, _ = alone(tmp_path, seed, "early")
+    assert (finished, report) == (False, "a full report")
+    assert capsys.readouterr().err.strip() == "interrupted before anything was measured"
+    assert [path.name for path in tmp_path.iterdir()] == ["swap.json"]

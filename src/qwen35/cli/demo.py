@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -12,9 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from qwen35.cli import child, swap
 from qwen35.cli import generate as generation
-from qwen35.cli import swap
-from qwen35.cli.house import make_folder, settings_in_force
+from qwen35.cli.house import make_folder, refuse_existing, settings_in_force
+from qwen35.cli.screen import errors
+from qwen35.cli.swap_fusion import DOCUMENT
 from qwen35.domain.errors import Qwen35Error, UnavailableError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
 PROMPT = (11, 42, 7, 99, 3, 58, 120, 64, 23, 5, 77, 201)
 NEW_TOKENS = 6
+ADAPTERS = ("reference", "triton")
 #: Largest relative logit error against transformers, float32 throughout.
 TOLERANCE = 1e-4
 EXIT_DIFFERS = 1
@@ -44,6 +46,9 @@ def demo(
     folder: Path | None = typer.Option(None, "--dir", help="Where to put the checkpoint and the swap report."),
     keep: bool = typer.Option(False, "--keep", help="Keep the temporary folder (one named with --dir stays)."),
     seed: int = typer.Option(0, help="Seed of the checkpoint's weights."),
+    overwrite: bool = typer.Option(
+        False, "--overwrite", help="Replace what an earlier demo left in --dir; without it such a folder is refused."
+    ),
 ) -> None:
     """Make a checkpoint with transformers, run it on reference and Triton, check the logits, show the swap table."""
     if folder is None and not keep:
@@ -52,9 +57,22 @@ def demo(
         typer.echo("the folder is removed again; --keep or --dir FOLDER keeps it")
         return
     folder = folder or Path(tempfile.mkdtemp(prefix="qwen35-demo-"))
+    refuse_existing("--dir", written(folder), overwrite)
     make_folder("--dir", folder)
-    _run(folder, seed)
-    typer.echo(f"kept in {folder}")
+    try:
+        _run(folder, seed)
+    finally:
+        typer.echo(f"kept in {folder}")
+
+
+def written(folder: Path) -> tuple[Path, ...]:
+    """What the demo writes into ``folder``."""
+    logits = tuple(_logits_file(folder, adapter) for adapter in ADAPTERS)
+    return (folder / "checkpoint", folder / "swap" / DOCUMENT, *logits)
+
+
+def _logits_file(folder: Path, adapter: str) -> Path:
+    return folder / f"{adapter}.safetensors"
 
 
 def _run(folder: Path, seed: int) -> None:
@@ -67,7 +85,7 @@ def _run(folder: Path, seed: int) -> None:
     theirs = make_checkpoint(checkpoint, seed)
     typer.echo(f"2. generate {NEW_TOKENS} tokens with each adapter in float32, and let transformers judge the logits")
     errors_by_adapter = {}
-    for adapter in ("reference", "triton"):
+    for adapter in ADAPTERS:
         tokens, logits = _generate(settings, adapter, checkpoint, folder, on_gpu)
         error = errors_by_adapter[adapter] = logit_error(theirs, tokens, logits)
         typer.echo(f"   {adapter}: tokens {', '.join(map(str, tokens))}; max relative logit error {error:.1e}")
@@ -131,7 +149,7 @@ def _generate(
     interpret kernels before Triton is imported."""
     from safetensors.torch import load_file
 
-    path = folder / f"{adapter}.safetensors"
+    path = _logits_file(folder, adapter)
     if adapter == "triton" and not on_gpu:
         words = ["generate", str(checkpoint), "--token-ids", ",".join(map(str, PROMPT)), "--logits", str(path),
                  "--max-new-tokens", str(NEW_TOKENS), "--device", "cpu", "--dtype", "float32"]  # fmt: skip
@@ -153,8 +171,10 @@ def _generate(
 
 
 def _swap(checkpoint: Path, out: Path, on_gpu: bool) -> None:
+    """Raises ``KeyboardInterrupt`` where Ctrl-C ended it, what was measured being written."""
     if on_gpu:
-        swap.measure(_GPU_SWAP, out)
+        if swap.measure(_GPU_SWAP, out)["interrupted"]:
+            raise KeyboardInterrupt
     else:
         words = shlex.split(replace(_CPU_SWAP, model=checkpoint).command())
         _interpreted([*words[1:], "--out", str(out), "--overwrite"], shown=True)
@@ -166,7 +186,11 @@ def _interpreted(words: list[str], shown: bool) -> None:
     Raises ``Qwen35Error`` with what the command said where it fails.
     """
     command = ["env", "TRITON_INTERPRET=1", sys.executable, "-m", "qwen35", *words]
-    out = None if shown else subprocess.DEVNULL
-    done = subprocess.run(command, check=False, stdout=out, stderr=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise Qwen35Error(f"qwen35 {words[0]} under Triton's interpreter ended with {done.returncode}: {done.stderr}")
+    try:
+        status, said = child.run(command, shown=shown)
+    except KeyboardInterrupt as interrupt:
+        if shown and str(interrupt).strip() != "interrupted":  # which is said in any case
+            errors().print(str(interrupt), end="", markup=False)
+        raise
+    if status:
+        raise Qwen35Error(f"qwen35 {words[0]} under Triton's interpreter ended with {status}: {said}")

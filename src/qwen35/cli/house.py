@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -52,3 +53,20 @@ def refuse_unwritable(option: str, path: Path) -> None:
         raise ConfigurationError(f"{option} must be a file in a folder that exists, got {path}: make {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise ConfigurationError(f"{option} must be a file that can be written, got {path}")
+
+
+def refuse_existing(option: str, paths: Iterable[Path], overwrite: bool) -> None:
+    """Raise ``ConfigurationError`` where one of ``paths`` would be lost: before anything is computed."""
+    taken = [path for path in paths if path.exists() or path.is_symlink()]
+    if taken and not overwrite:
+        held = ", ".join(map(str, taken))
+        raise ConfigurationError(
+            f"{option} already holds {held}: name another folder, or give --overwrite to replace it"
+        )
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write ``text`` whole or not at all: a second Ctrl-C, or a full disk, must not leave half a document."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)

@@ -12,9 +12,17 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from qwen35.cli import parse
-from qwen35.cli.house import DEVICE_HELP, EXIT_INTERRUPTED, make_folder, open_registry, settings_in_force
+from qwen35.cli.house import (
+    DEVICE_HELP,
+    EXIT_INTERRUPTED,
+    make_folder,
+    open_registry,
+    refuse_existing,
+    replace_file,
+    settings_in_force,
+)
 from qwen35.cli.screen import errors, output, progress_bar
-from qwen35.cli.swap_fusion import DOCUMENT, SIZES, FusionRequest, swap_fusion
+from qwen35.cli.swap_fusion import DOCUMENT, INTERRUPTED, INTERRUPTED_EARLY, SIZES, FusionRequest, swap_fusion
 from qwen35.cli.swap_show import error_text, time_text, winners_table, write_plot
 from qwen35.domain.errors import ConfigurationError
 
@@ -99,7 +107,7 @@ def swap(
         seed=seed, repeats=repeats,
     )  # fmt: skip
     folder = out or Path("runs") / f"swap-{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}"
-    _refuse_overwriting(folder, overwrite)
+    refuse_existing("--out", [folder / DOCUMENT], overwrite)
     if fusion:
         finished = swap_fusion(_fusion_request(request, fusion, tokens, hidden, top_k), folder)
     elif tokens or hidden is not None or top_k is not None:
@@ -108,14 +116,6 @@ def swap(
         finished = not measure(request, folder)["interrupted"]
     if not finished:
         raise typer.Exit(EXIT_INTERRUPTED)
-
-
-def _refuse_overwriting(folder: Path, overwrite: bool) -> None:
-    """Raise ``ConfigurationError`` where an earlier document would be lost: before anything is measured."""
-    if not overwrite and (folder / DOCUMENT).exists():
-        raise ConfigurationError(
-            f"--out already holds {folder / DOCUMENT}: name another folder, or give --overwrite to replace it"
-        )
 
 
 def _fusion_request(request: Request, fusion: str, tokens: str, hidden: int | None, top_k: int | None) -> FusionRequest:
@@ -151,7 +151,8 @@ def make_rows(decode_batches: str, prefill: str, verify: str) -> tuple[Row, ...]
 def measure(request: Request, folder: Path) -> dict[str, Any]:
     """Run the experiment, show its table, write swap.json and swap.png into ``folder``; the document.
 
-    Whatever ends the run (Ctrl-C included), the cells measured so far are written first, marked interrupted.
+    Whatever ends the run (Ctrl-C included), the cells measured so far are written first, marked interrupted; where
+    there are none, nothing is written, and an earlier document stays as it was.
     """
     from qwen35.testing.swap import Progress
     from qwen35.testing.swap_report import document
@@ -167,20 +168,26 @@ def measure(request: Request, folder: Path) -> dict[str, Any]:
         _measure_with_bar(experiment, registry, progress)
         finished = True
     except KeyboardInterrupt:
-        errors().print("interrupted: keeping what was measured", style="yellow")
+        errors().print(INTERRUPTED if progress.cells else INTERRUPTED_EARLY, style="yellow")
     finally:
         report = document(
             experiment, progress, registry.platform, geometry_name=name, tp=request.tp, command=named.command(),
             interrupted=not finished,
         )  # fmt: skip
-        path.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        if progress.cells:
+            replace_file(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
         registry.close()
+    if progress.cells:
+        _show(report, path, folder / "swap.png")
+    return report
+
+
+def _show(report: dict[str, Any], path: Path, picture: Path) -> None:
     output().print(table(report))
     for line in remarks(report):
         typer.echo(line)
     typer.echo(f"wrote {path}")
-    _plot(report, folder / "swap.png")
-    return report
+    _plot(report, picture)
 
 
 def _experiment(request: Request, registry: AdapterRegistry, geometry: GdnGeometry) -> Experiment:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from qwen35.cli import parse
-from qwen35.cli.house import make_folder, open_registry, settings_in_force
+from qwen35.cli.house import make_folder, open_registry, replace_file, settings_in_force
 from qwen35.cli.launch import joined
 from qwen35.cli.screen import errors, output, progress_bar
 from qwen35.cli.swap_show import error_text, time_text, winners_table, write_plot
@@ -33,6 +32,9 @@ SIZES = "1,8,32,64,256,1024,4096"
 LARGEST_M = 4096
 #: The document of either experiment, in the folder that --out names.
 DOCUMENT = "swap.json"
+#: What Ctrl-C is answered with where cells were measured, and where none was: then nothing is written.
+INTERRUPTED = "interrupted: keeping what was measured"
+INTERRUPTED_EARLY = "interrupted before anything was measured"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +148,8 @@ def measure(
 ) -> bool:  # fmt: skip
     """Run the experiment; rank 0 shows it and writes ``folder``/swap.json after every cell, swap.png at the end.
 
-    So whatever ends the run (Ctrl-C, a lost rank, a kill), the cells measured so far are there, marked interrupted.
+    So whatever ends the run (Ctrl-C, a lost rank, a kill), the cells measured so far are there, marked interrupted;
+    where there are none, an earlier document stays as it was.
     """
     from qwen35.testing.swap_fusion import FusionProgress
     from qwen35.testing.swap_fusion_report import document
@@ -161,19 +164,19 @@ def measure(
         )  # fmt: skip
 
     def keep() -> None:
-        if speaks:
-            _replace(path, json.dumps(report(), indent=1, allow_nan=False) + "\n")
+        if speaks and progress.cells:
+            replace_file(path, json.dumps(report(), indent=1, allow_nan=False) + "\n")
 
     try:
         _run(experiment, registry, ranks, progress, keep)
         finished = True
     except KeyboardInterrupt:
         if speaks:
-            errors().print("interrupted: keeping what was measured", style="yellow")
+            errors().print(INTERRUPTED if progress.cells else INTERRUPTED_EARLY, style="yellow")
     finally:
         keep()
         registry.close()
-    if speaks:
+    if speaks and progress.cells:
         _show(report(), path, folder / "swap.png")
     return finished
 
@@ -190,13 +193,6 @@ def _run(
         for cell in run(experiment, registry, ranks, progress):
             keep()
             bar.update(task, advance=1, description=f"{cell.row.label}, {cell.adapter}")
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write whole or not at all: a second Ctrl-C must not leave half a document."""
-    new = path.with_suffix(".json.new")
-    new.write_text(text, encoding="utf-8")
-    os.replace(new, path)
 
 
 def _show(report: dict[str, Any], path: Path, picture: Path) -> None:
