@@ -5,9 +5,11 @@ from __future__ import annotations
 import logging
 import sys
 import types
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -150,30 +152,29 @@ def test_parameters_are_refreshed_after_a_weight_update_even_one_that_fails(key:
     assert fake.count == 1
 
 
-class Worker:
-    """SGLang's tensor-parallel worker whose every update writes one weight in place and succeeds."""
+def successful_updater(write: Callable[..., Any]) -> Any:
+    """The self of SGLang's updates, whose workers (0.5.20) and runners (0.5.23) all succeed by ``write``."""
+    import msgspec
 
-    def __init__(self) -> None:
-        self.weight = torch.nn.Parameter(torch.zeros(3))
-        model = torch.nn.Module()
-        model.register_buffer("static", torch.zeros(2))
-        self.model_runner = types.SimpleNamespace(model=model)
-
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith(("update_weights", "end_weight_update")):
-            raise AttributeError(name)
-        return self._update
-
-    def _update(self, *_: Any) -> tuple[bool, str]:
-        self.weight.data.fill_(1.0)
-        return True, "done"
+    session = msgspec.defstruct("Session", [("selector", str, "all"), ("loaded_weights", bool, False)])
+    updater = MagicMock(offload_tags={"weights"}, _session=session(), draft_worker=None, scheduler=None)
+    runner = updater.tp_worker.model_runner
+    updater._select_runners.return_value = [("target", runner)]
+    updater.flush_cache_after_weight_update.return_value = (True, "flushed")
+    updater.memory_saver_adapter.resume.side_effect = write
+    for name in ("disk", "distributed", "tensor", "ipc"):
+        for owner in (updater.tp_worker, runner.weight_updater):
+            getattr(owner, f"update_weights_from_{name}").side_effect = write
+    runner.weight_updater.load_weights_from_distributed.side_effect = write
+    runner.weight_updater.end_weight_update.side_effect = write
+    return updater
 
 
 @pytest.mark.parametrize("key", installed_seam().weight_updates)
 def test_parameters_are_refreshed_after_the_weights_are_new(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
+    import pkgutil
 
-    worker, resume = Worker(), key == "weights_resume"
+    weight = torch.zeros(1)
 
     class Refreshed(FakeGatedDeltaRule):
         def __init__(self) -> None:
@@ -181,24 +182,21 @@ def test_parameters_are_refreshed_after_the_weights_are_new(key: str, monkeypatc
             self.seen: list[float] = []
 
         def refresh_parameters(self) -> int:
-            self.seen.append(float(worker.weight[0]))
+            self.seen.append(float(weight))
             return 1
+
+    def write(*_: Any, **__: Any) -> tuple[bool, str]:
+        weight.fill_(1.0)
+        return True, "done"
 
     fake = Refreshed()
     one = start(build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **NAMES), **NAMES)
     monkeypatch.setattr(torch.distributed, "barrier", lambda *_, **__: None)
-    saver = types.SimpleNamespace(resume=lambda _: worker._update())
-    ready: Any = types.SimpleNamespace(record_weight_version_change=lambda **_: None)
-    updater = Updater(
-        tp_worker=worker, draft_worker=None, tp_cpu_group=None, memory_saver_adapter=saver, scheduler=ready,
-        flush_cache=lambda **_: True, is_fully_idle=lambda **_: True,
-        offload_tags={"weights"} if resume else set(),
-        stashed_model_static_state={"buffers": [("static", torch.ones(2))]} if resume else None,
-    )  # fmt: skip
-    request = types.SimpleNamespace(
-        flush_cache=True, torch_empty_cache=False, weight_version="2", disable_draft_model=True, tags=["weights"]
-    )
-    getattr(updater, installed_seam().targets[key].path.rpartition(".")[2])(request)
+    updater = successful_updater(write)
+    if key != "weights_resume":
+        updater.offload_tags.clear()
+    output = pkgutil.resolve_name(installed_seam().targets[key].path)(updater, MagicMock(tags=["weights"]))
+    assert key == "weights_resume" or output.success
     assert fake.seen == [1.0], "once, and after the new weights were written"
     assert one.container.counters().total("parameter_refreshes") == 1
 
