@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import logging
 import multiprocessing
+import os
 import pkgutil
 import signal
 import sys
@@ -44,7 +45,8 @@ def scheduler_starts(
     def original(*_: Any) -> None:
         engine()
 
-    monkeypatch.setenv("QWEN35_DEVICE", "cpu")
+    if "QWEN35_DEVICE" not in os.environ:
+        monkeypatch.setenv("QWEN35_DEVICE", "cpu")
     sglang_plugin.register()
     target = installed_seam().targets["scheduler"]
     (_, around, _) = HookRegistry._hooks[target.path][-1]
@@ -76,8 +78,8 @@ def test_a_module_that_fails_to_import_is_a_difference_with_its_reason(a_module_
 
 
 def test_a_function_that_does_not_say_what_it_takes_is_a_difference() -> None:
-    (found,) = seam.differences({"one": Target("builtins:dict.fromkeys", "(keys)"), "two": Target("builtins:dict")})
-    assert "builtins:dict.fromkeys must take (keys), " in found
+    (found,) = seam.differences({"one": Target("builtins:min", "(a, b)"), "two": Target("builtins:max")})
+    assert found.startswith("builtins:min must take (a, b), does not say what it takes (")
 
 
 def break_an_import(monkeypatch: pytest.MonkeyPatch) -> str:
@@ -179,6 +181,12 @@ def strict_and_moved(monkeypatch: pytest.MonkeyPatch) -> None:
     scheduler_starts(monkeypatch)
 
 
+def container_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the launcher does not look at where no adapter is named."""
+    monkeypatch.setenv("QWEN35_DEVICE", "cuda:99")
+    scheduler_starts(monkeypatch)
+
+
 def model_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def engine() -> None:
         raise UnsupportedError("the model", ["a reason"])
@@ -204,7 +212,7 @@ def ended(target: Callable[..., None], *args: Any) -> tuple[int | None, list[int
     return child.exitcode, told
 
 
-@pytest.mark.parametrize("refused", [strict_and_moved, model_refused])
+@pytest.mark.parametrize("refused", [strict_and_moved, container_refused, model_refused])
 def test_a_refusal_in_a_scheduler_tells_its_parent_as_sglang_does(
     refused: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
