@@ -255,15 +255,17 @@ def start(
 
 def announce(settings: Settings, one: Running) -> None:
     """Once the engine stands: log what is done and why, at a level that shows, and start the metrics."""
-    if requested_phases(settings) and not one.gdn.backends:
-        one.gdn.notes.append("this model has no Gated DeltaNet layers of Qwen3.5: nothing is routed")
+    unrouted = None if one.gdn.backends else "this model has no Gated DeltaNet layers of Qwen3.5"
+    if requested_phases(settings) and unrouted is not None:
+        one.gdn.notes.append(f"{unrouted}: nothing is routed")
     if not one.place.first:
         return
     registry = one.container.registry()
     text = explain_text(
         release=installed_release(), problems=(), platform=registry.platform,
-        choices=phase_choices(settings, registry, None), fallback=settings.gdn_fallback, model=one.gdn.model_line(),
-        parts=part_lines(settings, registry, one.release, None), others=[*one.gdn.notes, *one.fusion.notes],
+        choices=phase_choices(settings, registry, None, unrouted), fallback=settings.gdn_fallback,
+        model=one.gdn.model_line(), parts=part_lines(settings, registry, one.release, None, unrouted),
+        others=[*one.gdn.notes, *one.fusion.notes],
     )  # fmt: skip
     one.announced.append(text)
     logger.warning("%s", text)

@@ -377,8 +377,11 @@ def test_the_engine_says_once_what_it_does(caplog: pytest.LogCaptureFixture) -> 
 
 def test_a_model_without_gdn_layers_is_said(caplog: pytest.LogCaptureFixture) -> None:
     one = start(gdn_decode="reference")
-    sglang_plugin.announce(load_settings(None, device="cpu", gdn_decode="reference"), one)
+    settings = load_settings(None, device="cpu", gdn_decode="reference", gdn_shadow="reference64:1")
+    sglang_plugin.announce(settings, one)
     assert "nothing is routed" in caplog.text
+    assert "decode: SGLang's own kernel, uncounted: this model has no Gated DeltaNet layers of Qwen3.5" in caplog.text
+    assert "shadow: none" in caplog.text
 
 
 def test_explain_names_machine_release_model_and_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

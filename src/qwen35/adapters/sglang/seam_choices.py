@@ -72,18 +72,23 @@ def impossible(settings: Settings, registry: AdapterRegistry) -> Iterator[Unavai
             yield UnavailableError(f"{port} adapter {name!r}", support.reasons)
 
 
-def phase_choices(settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None) -> list[PhaseChoice]:
-    """Who serves each phase, for the model ``facts`` where there is one."""
+def phase_choices(
+    settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None, unrouted: str | None = None
+) -> list[PhaseChoice]:
+    """Who serves each phase, for the model ``facts`` where there is one.
+
+    ``unrouted``: why nothing is routed, as an engine without ``facts`` found out.
+    """
+    why = unrouted if facts is None else facts.unrouted
     return [
-        _phase_choice(settings, registry, facts, phase, requested_phases(settings).get(phase))
-        for phase in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY)
+        _phase_choice(settings, registry, facts, phase, why) for phase in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY)
     ]
 
 
 def _phase_choice(
-    settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None, phase: Phase, name: str | None
+    settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None, phase: Phase, unrouted: str | None
 ) -> PhaseChoice:
-    unrouted = None if facts is None else facts.unrouted
+    name = requested_phases(settings).get(phase)
     if name is None:
         return PhaseChoice(phase=phase, adapter=None, unrouted=unrouted)
     machine = registry.usable(PORT, name)
@@ -108,9 +113,13 @@ def _instead(settings: Settings, registry: AdapterRegistry, facts: ModelFacts | 
     return f"{ENDS} (QWEN35_SGLANG_STRICT)" if settings.sglang_strict else "SGLang's own kernel serves"
 
 
-def part_lines(settings: Settings, registry: AdapterRegistry, release: Release, facts: ModelFacts | None) -> list[str]:
-    """Fusion, relay, shadow, and settings that do nothing here."""
-    routed = bool(requested_phases(settings)) and (facts is None or facts.unrouted is None)
+def part_lines(
+    settings: Settings, registry: AdapterRegistry, release: Release, facts: ModelFacts | None,
+    unrouted: str | None = None,
+) -> list[str]:  # fmt: skip
+    """Fusion, relay, shadow, and settings that do nothing here; ``unrouted`` as in ``phase_choices``."""
+    why = unrouted if facts is None else facts.unrouted
+    routed = bool(requested_phases(settings)) and why is None
     return [
         *_fusion_choice(settings, registry, release, facts).lines(), relay_line("relay" in release.targets),
         shadow_line(settings.gdn_shadow, routed), *idle_lines(settings),
