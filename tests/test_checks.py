@@ -171,6 +171,7 @@ def _plan(port: str, **changes: Any) -> Any:
         ("max_batch", -1), ("max_tokens", -1), ("max_draft", -1), ("max_batch", 2.0), ("device", "cpu"),
         ("token_dtype", "bfloat16"))),
     ("gated_delta_rule", "null_slot", -1), ("gated_delta_rule", "state_dtype", None),
+    ("gated_delta_rule", "may_pad", 1), ("gated_delta_rule", "may_pad", None),
     ("short_convolution", "channels", 0), ("short_convolution", "width", 1),
 ])  # fmt: skip
 def test_a_plan_that_is_none_is_refused_by_field(port: str, name: str, value: Any) -> None:

@@ -9,9 +9,10 @@ import torch
 from small import TOKEN_PHASES, case_of, gdn_sizes
 
 from qwen35.domain.capabilities import Phase
+from qwen35.ports.gated_delta_rule import CommitCall
 from qwen35.testing.size_laws import FAR, MANY_HEADS, MANY_ROWS, SLOT_STRIDE, far_slots, many_rows
 from qwen35.testing.tensors import same_bits
-from subjects import Subject, subjects
+from subjects import SERVE_ALL, Subject, subjects
 
 both_ports = pytest.mark.parametrize("subject", [*subjects("gated_delta_rule"), *subjects("short_convolution")])
 gdn = pytest.mark.parametrize("subject", subjects("gated_delta_rule"))
@@ -177,3 +178,20 @@ def test_rows_pick_the_intermediates_of_a_smaller_or_larger_buffer(subject: Subj
     want = trial.truth()
     trial.matches(trial.run(), want)
     trial.other_nodes_unchanged()
+
+
+@pytest.mark.parametrize("subject", [p for p in subjects("gated_delta_rule") if p.values[0].name in SERVE_ALL])
+def test_intermediates_of_another_dtype_than_the_states_are_rounded_and_converted(subject: Subject, seed: int) -> None:
+    bench = subject.bench()
+    trial = bench.trial(case_of(bench, Phase.VERIFY, seed, (2, 0), 4))
+    pool, wide = trial.parts.pool, trial.parts.intermediates
+    assert wide is not None
+    assert pool.dtype is torch.float32
+    narrow = torch.full(wide.shape, float("nan"), dtype=torch.bfloat16, device=wide.device)
+    trial.run()
+    bench.run(trial.replaced(intermediates=narrow))
+    nodes = (slice(None), slice(0, trial.case.draft))
+    torch.testing.assert_close(narrow[nodes].float(), wide[nodes], rtol=2.0**-8, atol=2.0**-16, msg=f"seed {seed}")
+    slots = torch.tensor([1, 3], dtype=torch.int32, device=wide.device)
+    bench.run(CommitCall(states=pool, slots=slots, intermediates=narrow, last=torch.ones_like(slots)))
+    assert torch.equal(pool[[1, 3]], narrow[:, 1].float()), f"seed {seed}"

@@ -195,6 +195,29 @@ def test_what_is_missing_is_spelled_as_the_checkpoint_spells_the_rest(checkpoint
         load(checkpoint)
 
 
+@pytest.mark.parametrize("form", [dict, packed], ids=["single", "packed"])
+@pytest.mark.parametrize(("key", "most", "found"), [("num_hidden_layers", 264, 4), ("num_experts", 272, 8)])
+def test_far_more_than_is_stored_is_refused_before_a_table_is_made(
+    checkpoint: Path, form: Callable[[Tensors], Tensors], key: str, most: int, found: int
+) -> None:
+    rewrite(checkpoint, form)
+    edit_config(checkpoint, **{key: most, "layer_types": None, "full_attention_interval": 4})
+    with pytest.raises(CheckpointError, match="missing: " if key == "num_hidden_layers" else "must have shape"):
+        load(checkpoint)
+    for count in (most + 1, 10_000):
+        edit_config(checkpoint, **{key: count})
+        with pytest.raises(CheckpointError) as caught:
+            load(checkpoint)
+        said = f"config.json: {key} must fit the stored tensors, which are of {found}, got {count}"
+        assert str(caught.value) == said
+
+
+def test_a_number_of_experts_that_no_memory_holds_is_refused_at_once(checkpoint: Path) -> None:
+    edit_config(checkpoint, num_experts=10**12)
+    with pytest.raises(CheckpointError, match="num_experts must fit the stored tensors"):
+        load(checkpoint)
+
+
 def test_experts_stored_both_ways_or_a_name_under_two_prefixes_are_refused(checkpoint: Path) -> None:
     rewrite(checkpoint, lambda t: {**packed(t), EXPERT: t[EXPERT], "norm.weight": t["model.norm.weight"].clone()})
     with pytest.raises(CheckpointError, match=f"same weight.*unexpected: {EXPERT}"):

@@ -33,13 +33,13 @@ class Keys:
         """Whether nothing was wrong with these keys so far: only then can a rule between them be judged."""
         return not any(self._prefix + name in self._spoilt for name in names)
 
-    def size(self, name: str, called: str | None = None, default: int | None = None) -> int:
-        """A whole number of at least 1; ``called`` is the name that a missing key is reported under."""
+    def size(self, name: str, called: str | None = None, default: int | None = None, least: int = 1) -> int:
+        """A whole number of at least ``least``; ``called`` is the name that a missing key is reported under."""
         value = self.get(name)
         if value is None:
             return self._missing(name, called) if default is None else default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            self.wrong(name, "a whole number of at least 1", repr(value))
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            self.wrong(name, f"a whole number of at least {least}", repr(value))
             return 1
         return value
 

@@ -15,6 +15,8 @@ from qwen35.model._keys import Keys
 DENSE, MOE = "qwen3_5_text", "qwen3_5_moe_text"
 #: The multimodal wrappers, whose text part stands under ``text_config``.
 WRAPPERS = {"qwen3_5": DENSE, "qwen3_5_moe": MOE}
+#: Far beyond any model: what is kept layer by layer must fit in memory before the weights are looked at.
+MOST_LAYERS = 10_000
 
 
 class LayerType(StrEnum):
@@ -120,7 +122,7 @@ def parse_config(top: dict[str, object], where: str, generation_eos: object = No
         vocabulary=keys.size("vocab_size"), hidden=keys.size("hidden_size"), layer_types=types,
         attention_heads=heads, kv_heads=kv_heads, head_width=head_width,
         rotary_width=rotary_width, rope_theta=theta, attention_bias=keys.flag("attention_bias", False),
-        gdn=gdn, conv_width=keys.size("linear_conv_kernel_dim"),
+        gdn=gdn, conv_width=keys.size("linear_conv_kernel_dim", least=2),
         intermediate=keys.size("intermediate_size") if dense else None, moe=moe,
         eps=keys.positive("rms_norm_eps"), tied=keys.boolean("tie_word_embeddings", tied),
         max_positions=keys.size("max_position_embeddings"), stop_tokens=frozenset(eos),
@@ -156,6 +158,9 @@ def _refuse_what_is_not_built(keys: Keys) -> None:
 
 def _layer_types(keys: Keys) -> tuple[LayerType, ...]:
     count = keys.size("num_hidden_layers")
+    if count > MOST_LAYERS:
+        keys.wrong("num_hidden_layers", f"at most {MOST_LAYERS}", count)
+        count = 1
     given = keys.get("layer_types")
     if given is None:
         every = keys.size("full_attention_interval", "layer_types or full_attention_interval")

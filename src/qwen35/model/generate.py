@@ -37,10 +37,9 @@ class GenerateOptions:
     quiet: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 0:
-            raise ConfigurationError(f"max_new_tokens must be at least 0, got {self.max_new_tokens}")
-        if self.extend_tokens < 1:
-            raise ConfigurationError(f"extend_tokens must be at least 1, got {self.extend_tokens}")
+        for name, value in (("max_new_tokens", self.max_new_tokens), ("extend_tokens", self.extend_tokens)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"{name} must be an int of at least 1, got {value!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +73,7 @@ def generate(model: Model, prompts: Sequence[Prompt], options: GenerateOptions |
                 f"they must not exceed the model's {model.config.max_positions} positions"
             )
     requests = [_Request(tokens) for tokens in tokenised]
-    if requests and options.max_new_tokens:
+    if requests:
         with progress_bar(options.quiet) as bar:
             _Run(model, requests, options, bar).run()
     return [request.result(model) for request in requests]

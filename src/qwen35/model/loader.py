@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qwen35.domain.errors import CheckpointError, ConfigurationError, Qwen35Error
 from qwen35.model.config import TextConfig, read_config
-from qwen35.model.manifest import Source, match
+from qwen35.model.manifest import Source, match, refuse_far_more
 from qwen35.model.model import ALONE, Model
 from qwen35.model.parallel import TensorParallel
 from qwen35.model.progress import progress_bar
@@ -80,8 +80,10 @@ def _load(path: Path, ranks: TensorParallel, device: torch.device, dtype: torch.
     config = read_config(path)
     chosen = _dtype(config, dtype)
     shard_config(config, ranks.size)  # sizes that do not divide are refused before anything is read
+    stored = list_tensors(path)
+    refuse_far_more(config, stored)
     table = weight_table(config)
-    sources = match(table, list_tensors(path), config.tied)
+    sources = match(table, stored, config.tied)
     tokenizer = find_tokenizer(path)
     return _Loaded(config, tokenizer, _Reader(ranks, table, device, chosen).read(sources, quiet))
 

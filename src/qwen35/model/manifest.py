@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from qwen35.domain.errors import CheckpointError
+from qwen35.model.config import TextConfig
 from qwen35.model.safetensors_files import Stored
 from qwen35.model.weights import Part, WeightSpec
 
@@ -22,7 +24,12 @@ HEAD = "lm_head."
 #: Tensors that are no part of the text model and are passed over: the vision tower, and the extra layers that
 #: predict several tokens at once.
 SKIPPED = ("model.visual.", "visual.", "model.mtp.", "mtp.")
+#: Layers or experts that config.json may name beyond twice those that are stored; what is missing is then listed.
+SPARE = 256
 FLOATS = frozenset({"F64", "F32", "F16", "BF16"})
+
+_LAYER, _EXPERT = re.compile(r"(?:^|\.)layers\.(\d+)\."), re.compile(r"\.experts\.(\d+)\.")
+_PACKED = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +39,27 @@ class Source:
     stored: Stored
     weight: str
     part: Part | None = None
+
+
+def refuse_far_more(config: TextConfig, stored: Iterable[Stored]) -> None:
+    """Raise ``CheckpointError`` where config.json names far more layers or experts than are ``stored``.
+
+    For those a table of weights could take all memory before anything is found missing.
+    """
+    layers, experts, packed = set(), set(), 0
+    for tensor in stored:
+        if tensor.name.startswith(SKIPPED):
+            continue
+        layers |= set(_LAYER.findall(tensor.name))
+        experts |= set(_EXPERT.findall(tensor.name))
+        if tensor.name.endswith(_PACKED) and tensor.shape:
+            packed = max(packed, tensor.shape[0])
+    named = {"num_hidden_layers": (config.layers, len(layers))}
+    if config.moe is not None:
+        named["num_experts"] = (config.moe.experts, max(packed, len(experts)))
+    for key, (count, found) in named.items():
+        if count > 2 * found + SPARE:
+            raise CheckpointError(f"config.json: {key} must fit the stored tensors, which are of {found}, got {count}")
 
 
 def match(table: Mapping[str, WeightSpec], stored: Iterable[Stored], tied: bool) -> list[Source]:

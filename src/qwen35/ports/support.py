@@ -63,6 +63,8 @@ def check_plan(plan: GdnPlan | ConvPlan, expected: type) -> None:
             raise ConfigurationError(f"GdnPlan.geometry must be a GdnGeometry, got {plan.geometry!r}")
         if plan.null_slot is not None:
             sizes["null_slot"] = (plan.null_slot, 0)
+        if not isinstance(plan.may_pad, bool):
+            raise ConfigurationError(f"GdnPlan.may_pad must be a bool, got {plan.may_pad!r}")
     kind = type(plan).__name__
     for name, (value, least) in sizes.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
