@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -36,3 +37,39 @@ def test_the_readmes_python_serves_a_call_on_a_gpu(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", snippet], check=False, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "served (2, 32, 128)" in done.stdout
+
+
+RESULTS = ROOT / "benchmarks" / "results"
+#: JSON files that are no results: a checkpoint's, and what ``qwen35 swap`` writes wherever it is told.
+OTHERS = {"config.json", "swap.json"}
+
+
+def results_named(text: str) -> set[str]:
+    """The results that a document names: in backticks, as links, by the marks of tables that are made from them.
+
+    Patterns such as ``engine_*.json`` are among them.
+    """
+    tables = {f"{name}.json" for name in re.findall(r"<!-- table: ([^ ]+) -->", text)}
+    return (tables | {Path(name).name for name in re.findall(r"[`(]((?:results/)?[\w.*?\[\]-]+\.json)[`)#]", text)}) - OTHERS
+
+
+def unnamed_and_absent(text: str, files: set[str]) -> tuple[list[str], list[str]]:
+    """Files that no name in ``text`` covers, and names in ``text`` that cover no file."""
+    named = results_named(text)
+    unnamed = sorted(file for file in files if not any(fnmatch(file, name) for name in named))
+    return unnamed, sorted(name for name in named if not any(fnmatch(file, name) for file in files))
+
+
+def test_every_result_is_named_where_results_are_explained_and_every_named_one_is_there() -> None:
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    unnamed, absent = unnamed_and_absent(text, {path.name for path in RESULTS.glob("*.json")})
+    assert unnamed == [], "benchmarks/README.md must name each of benchmarks/results"
+    assert absent == [], "benchmarks/README.md names results that are not there"
+
+
+def test_a_result_that_is_not_named_and_a_name_without_a_result_are_noticed() -> None:
+    text = "`results/swap_*.json`, [tiles](results/tiles.json), `laws.json`; `results/gone.json`, `swap.json`, x.json\n"
+    text += "<!-- table: host -->\n"
+    assert results_named(text) == {"swap_*.json", "tiles.json", "laws.json", "gone.json", "host.json"}
+    files = {"swap_a.json", "swap_b.json", "tiles.json", "laws.json", "host.json", "new.json"}
+    assert unnamed_and_absent(text, files) == (["new.json"], ["gone.json"])
