@@ -50,7 +50,8 @@ def results_named(text: str) -> set[str]:
     Patterns such as ``engine_*.json`` are among them.
     """
     tables = {f"{name}.json" for name in re.findall(r"<!-- table: ([^ ]+) -->", text)}
-    return (tables | {Path(name).name for name in re.findall(r"[`(]((?:results/)?[\w.*?\[\]-]+\.json)[`)#]", text)}) - OTHERS
+    shown = re.findall(r"[`(](?:results/)?([\w.*?\[\]-]+\.json)[`)#]", text)
+    return (tables | set(shown)) - OTHERS
 
 
 def unnamed_and_absent(text: str, files: set[str]) -> tuple[list[str], list[str]]:
