@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from dataclasses import replace
 
 import torch
@@ -107,6 +109,14 @@ class Crashing(Delegate):
         raise IndexError("a bug of another package")
 
 
+class Fatal(Delegate):
+    """A kernel that takes the process down."""
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        os.kill(os.getpid(), signal.SIGSEGV)
+        return super().decode(call)
+
+
 class Modest(Delegate):
     """Says which clause it cannot keep, and offers float64 tokens only."""
 
@@ -135,4 +145,5 @@ LOUD = _entry("loud", Loud)
 REVERSING = _entry("reversing", Reversing)
 INTERRUPTED = _entry("interrupted", Interrupted)
 CRASHING = _entry("crashing", Crashing)
+FATAL = _entry("fatal", Fatal)
 MODEST = _entry("modest", Modest)

@@ -16,7 +16,9 @@ from qwen35.cli import child
 
 READY = "import os, pathlib, sys, time; pathlib.Path('pid').write_text(str(os.getpid()))\n"
 #: Needs longer to write than ``subprocess`` itself waits for a child after Ctrl-C.
-WRITES_LATE = READY + """
+WRITES_LATE = (
+    READY
+    + """
 try:
     time.sleep(60)
 except KeyboardInterrupt:
@@ -24,6 +26,7 @@ except KeyboardInterrupt:
     pathlib.Path("measured").write_text("all")
     sys.exit("kept")
 """
+)
 IGNORES = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + READY + "time.sleep(60)"
 
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -108,6 +111,23 @@ def test_ctrl_c_keeps_what_was_measured(run: Any, checkpoint: Path, tmp_path: Pa
     assert [r["adapter"] for r in row["results"]] == ["plain"]
     assert row["results"][0]["time_us"] > 0
     assert (tmp_path / "out" / "swap.png").is_file()
+
+
+@pytest.mark.usefixtures("third_party")
+def test_a_kernel_that_takes_the_process_down_leaves_what_was_measured_and_a_trace(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    words = ["swap", "--model", checkpoint, *SMALL, "--out", tmp_path / "out", "--gdn", "plain,fatal"]
+    paths = os.pathsep.join(map(str, (tmp_path / "site", Path(__file__).parent)))
+    died = subprocess.run(
+        [sys.executable, "-m", "qwen35", *map(str, words)], env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert died.returncode == -signal.SIGSEGV, died.stderr
+    assert "in decode" in died.stderr
+    report = load(tmp_path / "out")
+    assert report["interrupted"] is True
+    assert [[r["adapter"] for r in row["results"]] for row in report["rows"]] == [["plain"]]
 
 
 @pytest.mark.usefixtures("third_party")

@@ -163,9 +163,7 @@ def alone(folder: Path, seed: int, *kinds: str) -> tuple[bool, dict[str, Any], d
             made[kind] = Spoilt(registry.adapter(PORT, "reference"), kind)
             return made[kind]
 
-        return AdapterEntry(
-            port=PORT, name=kind, summary="spoilt", rank=0, probe=lambda _: Support.of(), create=create
-        )
+        return AdapterEntry(port=PORT, name=kind, summary="spoilt", rank=0, probe=lambda _: Support.of(), create=create)
 
     registry = AdapterRegistry(detect_platform("cpu"), None, [entry(kind) for kind in kinds])
     request = replace(TINY, seed=seed)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -151,8 +152,8 @@ def make_rows(decode_batches: str, prefill: str, verify: str) -> tuple[Row, ...]
 def measure(request: Request, folder: Path) -> dict[str, Any]:
     """Run the experiment, show its table, write swap.json and swap.png into ``folder``; the document.
 
-    Whatever ends the run (Ctrl-C included), the cells measured so far are written first, marked interrupted; where
-    there are none, nothing is written, and an earlier document stays as it was.
+    It is written after every cell, marked interrupted until the last: Ctrl-C keeps what was measured, and so does a
+    kernel that takes the process down. Where there is no cell yet an earlier document stays as it was.
     """
     from qwen35.testing.swap import Progress
     from qwen35.testing.swap_report import document
@@ -163,23 +164,27 @@ def measure(request: Request, folder: Path) -> dict[str, Any]:
     named = replace(request, gdn=",".join(experiment.adapters), device=registry.platform.device)
     make_folder("--out", folder)
     path, progress, finished = folder / DOCUMENT, Progress(), False
-    report: dict[str, Any] = {}
-    try:
-        _measure_with_bar(experiment, registry, progress)
-        finished = True
-    except KeyboardInterrupt:
-        errors().print(INTERRUPTED if progress.cells else INTERRUPTED_EARLY, style="yellow")
-    finally:
-        report = document(
+
+    def report() -> dict[str, Any]:
+        return document(
             experiment, progress, registry.platform, geometry_name=name, tp=request.tp, command=named.command(),
             interrupted=not finished,
         )  # fmt: skip
-        if progress.cells:
-            replace_file(path, json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+    def keep() -> None:
+        replace_file(path, json.dumps(report(), indent=1, allow_nan=False) + "\n")
+
+    try:
+        _measure_with_bar(experiment, registry, progress, keep)
+        finished = True
+        keep()
+    except KeyboardInterrupt:
+        errors().print(INTERRUPTED if progress.cells else INTERRUPTED_EARLY, style="yellow")
+    finally:
         registry.close()
     if progress.cells:
-        _show(report, path, folder / "swap.png")
-    return report
+        _show(report(), path, folder / "swap.png")
+    return report()
 
 
 def _show(report: dict[str, Any], path: Path, picture: Path) -> None:
@@ -214,12 +219,16 @@ def _experiment(request: Request, registry: AdapterRegistry, geometry: GdnGeomet
     )  # fmt: skip
 
 
-def _measure_with_bar(experiment: Experiment, registry: AdapterRegistry, progress: Progress) -> None:
+def _measure_with_bar(
+    experiment: Experiment, registry: AdapterRegistry, progress: Progress, keep: Callable[[], None]
+) -> None:
+    """``keep`` is called after every cell."""
     from qwen35.testing.swap import run
 
     with progress_bar() as bar:
         task = bar.add_task("measuring", total=len(experiment.rows) * len(experiment.adapters))
         for cell in run(experiment, registry, progress):
+            keep()
             bar.update(task, advance=1, description=f"{cell.row.label}, {cell.adapter}")
 
 
