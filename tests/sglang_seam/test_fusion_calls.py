@@ -105,9 +105,7 @@ def test_a_sum_over_another_group_is_left_to_sglang() -> None:
         machine = prepared()
         machine.norm(4, attention=False)
         assert not machine.fused
-        assert list(machine.reasons("fallbacks")) == [
-            "sum requires the tensor-parallel group of 4 ranks, got one of 2"
-        ]
+        assert list(machine.reasons("fallbacks")) == ["sum requires the tensor-parallel group of 4 ranks, got one of 2"]
         machine.norm(4)
         assert len(machine.fused) == 1, "attention's own group is the workspace's"
 

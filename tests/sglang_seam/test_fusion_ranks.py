@@ -38,9 +38,7 @@ def ask_for_workspace() -> None:
     """SGLang's CuTe DSL fusion, on either release."""
     from sglang.srt.layers.flashinfer_mnnvl_cutedsl import get_flashinfer_mnnvl_cutedsl_ar_fusion
 
-    get_flashinfer_mnnvl_cutedsl_ar_fusion(
-        hidden_size=HIDDEN, top_k=TOP_K, max_m=8, rms_epsilon=1e-6, weight_bias=0.0
-    )
+    get_flashinfer_mnnvl_cutedsl_ar_fusion(hidden_size=HIDDEN, top_k=TOP_K, max_m=8, rms_epsilon=1e-6, weight_bias=0.0)
 
 
 @pytest.mark.row("B17")
