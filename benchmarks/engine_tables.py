@@ -62,10 +62,14 @@ def parity_table(report: Row) -> str:
     return "\n".join(lines)
 
 
+def used(versions: dict[str, str | None], *names: str) -> str:
+    """Those of ``names`` that were there, with their versions."""
+    return ", ".join(f"{name} {versions[name]}" for name in names if versions.get(name))
+
+
 def _caption(report: Row, more: str) -> str:
-    v = report["versions"]
-    used = ", ".join(f"{name} {v[name]}" for name in ("sglang", "torch", "triton", "flashinfer") if v.get(name))
-    return f"{report['device']}, {used}, {report['created'][:10]}. {more}".rstrip()
+    packages = used(report["versions"], "sglang", "torch", "triton", "flashinfer")
+    return f"{report['device']}, {packages}, {report['created'][:10]}. {more}".rstrip()
 
 
 def _apart(found: Row | None) -> str:

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 
 import typer
 
-from engine_tables import engines_table, parity_table
+from engine_tables import engines_table, parity_table, used
 
 ROOT = Path(__file__).parents[1]
 _MARKED = re.compile(r"(<!-- table: (?P<name>[^ ]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -132,8 +132,8 @@ def _caption(report: dict[str, Any]) -> str:
     )
 
 
-def _used(v: dict[str, str | None]) -> str:
-    return ", ".join(f"{name} {v[name]}" for name in ("torch", "triton", "flashinfer", "sglang") if v.get(name))
+def _used(versions: dict[str, str | None]) -> str:
+    return used(versions, "torch", "triton", "flashinfer", "sglang")
 
 
 def _cell(result: dict[str, Any] | None, won: bool) -> str:

@@ -182,9 +182,10 @@ def measure(request: Request, folder: Path) -> dict[str, Any]:
         errors().print(INTERRUPTED if progress.cells else INTERRUPTED_EARLY, style="yellow")
     finally:
         registry.close()
+    whole = report()
     if progress.cells:
-        _show(report(), path, folder / "swap.png")
-    return report()
+        _show(whole, path, folder / "swap.png")
+    return whole
 
 
 def _show(report: dict[str, Any], path: Path, picture: Path) -> None:
