@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -14,40 +13,23 @@ from torch import Tensor
 from flashinfer_bed import BF16, F32, HOPPER, Bed
 from qwen35.adapters.flashinfer.gated_delta_rule import FlashInferGatedDeltaRule
 from qwen35.ports.adapter import AdapterOptions, HoldsScratch
-from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, VerifyCall
-
-Call = DecodeCall | ExtendCall | VerifyCall
+from qwen35.ports.gated_delta_rule import VerifyCall
+from two_streams import Call, Streams, assert_left_alone, serve
 
 
 class TwoStreams(Bed):
-    """A kernel of stream 0 starts late: what is ``between`` is served on stream 1 before it."""
+    """Its adapter asks ``streams`` which one is current."""
 
     def __init__(self, state: torch.dtype) -> None:
         super().__init__(state, null=0, prepared=False)
-        self.stream, self.between = 0, None
-        kernels = {name: self._late(getattr(self.fake, name)) for name in ("decode", "mtp", "mtp_bf16", "prefill")}
+        self.streams = Streams()
+        late = ("decode", "mtp", "mtp_bf16", "prefill")
+        kernels = {name: self.streams.late(getattr(self.fake, name)) for name in late}
         self.adapter = FlashInferGatedDeltaRule(
-            self.fake.kernels(**kernels), self.rows, HOPPER, AdapterOptions(), stream_of=lambda _: self.stream
+            self.fake.kernels(**kernels), self.rows, HOPPER, AdapterOptions(), stream_of=self.streams.of
         )
         self.adapter.prepare(self.plan)
         self.fake.calls.clear()
-
-    def _late(self, kernel: Callable[..., None]) -> Callable[..., None]:
-        def launch(**arguments: Any) -> None:
-            between, self.between = self.between, None
-            if between is not None:
-                self.stream = 1
-                between()
-                self.stream = 0
-            kernel(**arguments)
-
-        return launch
-
-
-def serve(adapter: FlashInferGatedDeltaRule, call: Call) -> Tensor:
-    if isinstance(call, ExtendCall):
-        return adapter.extend(call).out
-    return adapter.decode(call) if isinstance(call, DecodeCall) else adapter.verify(call)
 
 
 def alone(bed: Bed, call: Call) -> tuple[Tensor, Tensor]:
@@ -78,14 +60,9 @@ MAKE: dict[str, Callable[[Bed], tuple[Call, Call]]] = {
 @pytest.mark.parametrize("what", list(MAKE))
 def test_a_call_on_another_stream_leaves_scratch_of_this_one_alone(what: str, state: torch.dtype) -> None:
     bed = TwoStreams(state)
-    first, second = MAKE[what](bed)
-    want, want_second = alone(bed, first), alone(bed, second)
-    outs: list[Tensor] = []
-    bed.between = lambda: outs.append(serve(bed.adapter, second))
-    outs.append(serve(bed.adapter, first))
-    for call, out, (expected, left) in ((second, outs[0], want_second), (first, outs[1], want)):
-        assert torch.equal(out, expected), f"seed {bed.seed}"
-        assert torch.equal(written(call), left), f"seed {bed.seed}"
+    calls = MAKE[what](bed)
+    want = [alone(bed, call) for call in calls]
+    assert_left_alone(bed.streams, bed.adapter, calls, want, written, bed.seed)
 
 
 def test_a_known_layout_finds_the_scratch_of_each_stream_at_its_address() -> None:
@@ -93,10 +70,10 @@ def test_a_known_layout_finds_the_scratch_of_each_stream_at_its_address() -> Non
     known(bed, [4, -1])
     addresses: dict[int, set[tuple[int, int]]] = {0: set(), 1: set()}
     for _ in range(2):
-        for bed.stream in (0, 1):
+        for bed.streams.stream in (0, 1):
             assert bed.adapter.decode_known(laid_out(bed.decode([3, 1]))) is not None
             seen = bed.fake.latest("decode")
-            addresses[bed.stream].add((seen["initial_state_indices"].data_ptr(), seen["a"].data_ptr()))
+            addresses[bed.streams.stream].add((seen["initial_state_indices"].data_ptr(), seen["a"].data_ptr()))
     assert all(len(found) == 1 for found in addresses.values())
     assert addresses[0].isdisjoint(addresses[1])
 
@@ -106,7 +83,7 @@ def test_scratch_is_counted_and_bounded_by_the_plan_and_a_second_stream_adds_its
     assert isinstance(bed.adapter, HoldsScratch)
     call = bed.verify([2, 3])
     held = [bed.adapter.scratch_bytes]
-    for bed.stream in (0, 1, 0, 1):
+    for bed.streams.stream in (0, 1, 0, 1):
         serve(bed.adapter, call)
         held.append(bed.adapter.scratch_bytes)
         assert held[-1] <= bed.adapter.scratch_bound

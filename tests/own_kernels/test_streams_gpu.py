@@ -107,6 +107,20 @@ def same(got: Call, want: Call, what: str) -> None:
         assert torch.equal(a, b), f"{what}, result {index}"
 
 
+def twice(served: Served, phase: Phase) -> tuple[list[Call], list[Call]]:
+    """Two calls that were served ``CALLS`` times on the default stream, eagerly, and the same two as they were before.
+
+    That compiles, and makes the scratch that lies ready.
+    """
+    calls = [served.call(phase) for _ in range(2)]
+    alone, at_once = ([copied(call) for call in calls] for _ in range(2))
+    for call in alone:
+        for _ in range(CALLS):
+            served.serve(call)
+    torch.cuda.synchronize()
+    return alone, at_once
+
+
 def busy(stream: torch.cuda.Stream) -> None:
     """Milliseconds of work, so that what is queued behind it on two streams then runs at once."""
     with torch.cuda.stream(stream):
@@ -123,14 +137,8 @@ def test_calls_on_two_streams_at_once_give_what_each_gives_alone(
 ) -> None:
     served = Served(name, state, seed)
     containers.append(served.container)
-    calls = [served.call(phase) for _ in range(2)]
-    alone = [copied(call) for call in calls]
-    for call in alone:
-        for _ in range(CALLS):
-            served.serve(call)
+    alone, at_once = twice(served, phase)
     streams = [torch.cuda.Stream() for _ in range(2)]
-    at_once = [copied(call) for call in calls]
-    torch.cuda.synchronize()
     for stream in streams:
         busy(stream)
     for _ in range(CALLS):
@@ -153,14 +161,8 @@ def test_graphs_captured_on_two_streams_replay_at_once(
     """Without a warm-up one of the streams finds scratch that lies ready; the other has to be warmed up."""
     served = Served(name, BF16, seed)
     containers.append(served.container)
-    calls = [served.call(phase) for _ in range(2)]
-    alone = [copied(call) for call in calls]
-    for call in alone:
-        for _ in range(CALLS):
-            served.serve(call)  # eager, on the default stream: this compiles, and makes what lies ready
+    alone, at_once = twice(served, phase)
     streams, graphs = [torch.cuda.Stream() for _ in range(2)], [torch.cuda.CUDAGraph() for _ in range(2)]
-    at_once = [copied(call) for call in calls]
-    torch.cuda.synchronize()
     for index, (stream, graph, call) in enumerate(zip(streams, graphs, at_once, strict=True)):
         if warm or index:
             with torch.cuda.stream(stream):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +16,7 @@ from qwen35.domain.geometry import GdnGeometry
 from qwen35.domain.platform import Platform
 from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, GdnPlan, RawGates, VerifyCall
 from torch_rows import TorchRows
+from two_streams import Call, Streams, assert_left_alone, serve
 
 CPU = Platform(device="cpu", device_name="CPU")
 H, HV, W = 1, 2, 128
@@ -24,31 +24,17 @@ PLAN = GdnPlan(
     geometry=GdnGeometry(key_heads=H, value_heads=HV, key_width=W, value_width=W), state_dtype=torch.float32,
     device=torch.device("cpu"), max_batch=3, max_tokens=8, max_draft=2,
 )  # fmt: skip
-Call = DecodeCall | ExtendCall | VerifyCall
 
 
-class TwoStreams:
-    """A kernel of stream 0 starts late: what is ``between`` is served on stream 1 before it."""
+class TwoStreams(Streams):
+    """With the adapter that asks it which stream is current."""
 
     def __init__(self) -> None:
-        self.stream, self.between = 0, None
+        super().__init__()
         kernels = FakeSGLang().kernels()
-        late = {name: self._late(getattr(kernels, name)) for name in ("packed_decode", "recurrent", "chunked")}
-        self.adapter = SGLangGatedDeltaRule(
-            replace(kernels, **late), TorchRows(), CPU, stream_of=lambda _: self.stream
-        )
+        late = {name: self.late(getattr(kernels, name)) for name in ("packed_decode", "recurrent", "chunked")}
+        self.adapter = SGLangGatedDeltaRule(replace(kernels, **late), TorchRows(), CPU, stream_of=self.of)
         self.adapter.prepare(PLAN)
-
-    def _late(self, kernel: Callable[..., Any]) -> Callable[..., Any]:
-        def launch(**arguments: Any) -> Any:
-            between, self.between = self.between, None
-            if between is not None:
-                self.stream = 1
-                between()
-                self.stream = 0
-            return kernel(**arguments)
-
-        return launch
 
 
 class Draw:
@@ -78,12 +64,6 @@ class Draw:
         return ExtendCall(**self.parts(3 * rows), slots=at, cu_seqlens=3 * torch.arange(rows + 1))
 
 
-def serve(adapter: SGLangGatedDeltaRule, call: Call) -> Tensor:
-    if isinstance(call, ExtendCall):
-        return adapter.extend(call).out
-    return adapter.decode(call) if isinstance(call, DecodeCall) else adapter.verify(call)
-
-
 def written(call: Call) -> Tensor:
     return call.intermediates if isinstance(call, VerifyCall) else call.states
 
@@ -100,14 +80,9 @@ def alone(call: Call) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", [DecodeCall, VerifyCall, ExtendCall])
 def test_a_call_on_another_stream_leaves_scratch_of_this_one_alone(kind: type) -> None:
     draw, two = Draw(), TwoStreams()
-    first, second = draw.call(kind, 4, -1, 2), draw.call(kind, -1, 5, 1)
-    want, want_second = alone(first), alone(second)
-    outs: list[Tensor] = []
-    two.between = lambda: outs.append(serve(two.adapter, second))
-    outs.append(serve(two.adapter, first))
-    for call, out, (expected, left) in ((second, outs[0], want_second), (first, outs[1], want)):
-        assert torch.equal(out, expected), f"seed {draw.seed}"
-        assert torch.equal(written(call), left), f"seed {draw.seed}"
+    calls = draw.call(kind, 4, -1, 2), draw.call(kind, -1, 5, 1)
+    want = [alone(call) for call in calls]
+    assert_left_alone(two, two.adapter, calls, want, written, draw.seed)
 
 
 def test_scratch_is_counted_and_bounded_and_a_second_stream_adds_its_own() -> None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -46,7 +47,7 @@ MOST_ACROSS = 65_535
 class HopperWithoutDevice:
     """Stands in for Triton's driver: says what to compile for, loads nothing and launches nothing.
 
-    ``launched``: which of the ``loaded`` kernels, counted from one, with which arguments.
+    ``launched``: which of the ``loaded`` kernels, counted from one, with which arguments; ``streams``: on which stream.
     """
 
     utils: HopperWithoutDevice
@@ -55,6 +56,7 @@ class HopperWithoutDevice:
         self.utils = self
         self.loaded: list[str] = []
         self.grids: dict[str, tuple[int, int, int]] = {}
+        self.streams: list[int] = []
         self.launched: list[tuple[int, tuple[object, ...]]] = []
 
     def get_current_target(self) -> GPUTarget:
@@ -74,23 +76,35 @@ class HopperWithoutDevice:
         return 0, len(self.loaded), 0, 0, 1024
 
     def launcher_cls(self, _source: object, metadata: Any) -> Callable[..., None]:
-        def launch(x: int, y: int, z: int, _stream: int, function: int, *rest: object) -> None:
+        def launch(x: int, y: int, z: int, stream: int, function: int, *rest: object) -> None:
             self.grids[metadata.name] = x, y, z
+            self.streams.append(stream)
             self.launched.append((function, rest[4:]))  # after two kinds of metadata and two hooks
 
         return launch
 
 
-@pytest.fixture
-def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[HopperWithoutDevice]:
-    stand_in = HopperWithoutDevice()
+StandIn = TypeVar("StandIn", bound=HopperWithoutDevice)
+
+
+@contextmanager
+def in_place_of_the_driver(monkeypatch: pytest.MonkeyPatch, stand_in: StandIn, *kernels: Any) -> Iterator[StandIn]:
+    """Triton asks ``stand_in``; what it compiled of ``kernels`` is forgotten at the end."""
     monkeypatch.setattr(driver, "_active", stand_in)
     yield stand_in
-    for kernel in (gdn_decode.decode_kernel, gdn_verify.verify_kernel, gdn_verify.commit_kernel,
-                   gdn_extend.chunk_kernel, gdn_extend.scan_kernel, conv_decode.conv_decode_kernel,
-                   conv_extend.conv_extend_kernel, conv_verify.conv_verify_kernel,
-                   conv_commit.conv_commit_kernel):  # fmt: skip
+    for kernel in kernels:
         kernel.device_caches.pop(-1, None)
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[HopperWithoutDevice]:
+    kernels = (
+        gdn_decode.decode_kernel, gdn_verify.verify_kernel, gdn_verify.commit_kernel, gdn_extend.chunk_kernel,
+        gdn_extend.scan_kernel, conv_decode.conv_decode_kernel, conv_extend.conv_extend_kernel,
+        conv_verify.conv_verify_kernel, conv_commit.conv_commit_kernel,
+    )  # fmt: skip
+    with in_place_of_the_driver(monkeypatch, HopperWithoutDevice(), *kernels) as one:
+        yield one
 
 
 HEADS, KEY_HEADS = 4, 2

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 import torch
 import triton
-from test_compiles_for_hopper import HopperWithoutDevice
-from triton.runtime import driver
+from test_compiles_for_hopper import HopperWithoutDevice, in_place_of_the_driver
 
 from qwen35.adapters._kernels import row_kernels
 from qwen35.adapters._kernels.rows import RowOperations, triton_rows
@@ -29,21 +27,16 @@ class Lookups(HopperWithoutDevice):
         self.asked += 1
         return 0
 
-    def launcher_cls(self, _source: object, metadata: Any) -> Any:
-        def launch(x: int, y: int, z: int, stream: int, function: int, *rest: object) -> None:
-            self.grids[metadata.name] = x, y, z
-            self.launched.append((stream, function, rest[4:]))
-
-        return launch
+    @property
+    def placed(self) -> list[tuple[int, int, tuple[object, ...]]]:
+        """Stream, kernel and arguments of each launch."""
+        return [(stream, *launch) for stream, launch in zip(self.streams, self.launched, strict=True)]
 
 
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lookups]:
-    stand_in = Lookups()
-    monkeypatch.setattr(driver, "_active", stand_in)
-    yield stand_in
-    for kernel in (row_kernels.index_kernel, row_kernels.zero_rows_kernel):
-        kernel.device_caches.pop(-1, None)
+    with in_place_of_the_driver(monkeypatch, Lookups(), row_kernels.index_kernel, row_kernels.zero_rows_kernel) as one:
+        yield one
 
 
 @pytest.fixture
@@ -76,7 +69,7 @@ def test_the_second_index_launch_of_a_layout_is_not_looked_up(
         launch(*call, STREAM)  # type: ignore[arg-type]
     assert hopper.asked == 1
     assert hopper.loaded == ["index_kernel"], "addresses of this kernel need not be aligned"
-    assert [(stream, function) for stream, function, _ in hopper.launched] == [(0, 1), (STREAM, 1), (STREAM, 1)]
+    assert [(stream, function) for stream, function, _ in hopper.placed] == [(0, 1), (STREAM, 1), (STREAM, 1)]
     assert hopper.grids["index_kernel"] == (3, 1, 1)
     names = row_kernels.index_kernel.arg_names
     constants = {
@@ -84,7 +77,7 @@ def test_the_second_index_launch_of_a_layout_is_not_looked_up(
         "limit": 85.0, "HEADS": 32 if clamp else 1, "HAS_WRITE": writes, "CLAMP": clamp,
     }  # fmt: skip
     for (_, _, arguments), (slots, write_slots, read, write, a, dt_bias, clamped) in zip(
-        hopper.launched, calls, strict=True
+        hopper.placed, calls, strict=True
     ):
         named = dict(zip(names, at(arguments), strict=True))
         assert {name: named[name] for name in constants} == constants
@@ -111,11 +104,11 @@ def test_another_alignment_of_the_output_is_looked_up_again(
     for out, given in zip(outs, (slots, slots, slots, slots, long), strict=True):
         launch(out, given, STREAM)
     assert hopper.loaded == ["zero_rows_kernel"] * 2
-    assert [(stream, function) for stream, function, _ in hopper.launched] == [
+    assert [(stream, function) for stream, function, _ in hopper.placed] == [
         (0, 1), (0, 2), (STREAM, 2), (0, 1), (STREAM, 2),
     ]  # fmt: skip
     assert hopper.asked == 3
-    for (_, _, arguments), out in zip(hopper.launched, outs, strict=True):
+    for (_, _, arguments), out in zip(hopper.placed, outs, strict=True):
         named = dict(zip(row_kernels.zero_rows_kernel.arg_names, at(arguments), strict=True))
         assert named["out"] == out.data_ptr()
         token = 0 if tokens is None else out.stride(1)
@@ -130,4 +123,4 @@ def test_launches_of_two_layouts_do_not_share_what_was_found(hopper: Lookups, ro
         launch = rows.kept_zero_rows()
         for _ in range(2):
             launch(torch.zeros(2, heads, 128, dtype=BF16), slots, STREAM)
-    assert [function for _, function, _ in hopper.launched] == [1, 1, 2, 2]
+    assert [function for _, function, _ in hopper.placed] == [1, 1, 2, 2]
