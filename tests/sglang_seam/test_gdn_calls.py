@@ -6,20 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from seam_machine import CHANNELS, HV, H, K, Machine, V, close, installed_seam, split, start
+from seam_machine import CHANNELS, HV, K, Machine, V, close, installed_seam, split, start
 from torch import Tensor
 
 from fakes import FakeGatedDeltaRule, fake_entry
 from qwen35.adapters.reference.gated_delta_rule import ReferenceGatedDeltaRule
-from qwen35.adapters.sglang.seam_plan import union
 from qwen35.container import build
 from qwen35.domain.capabilities import Clause
-from qwen35.domain.geometry import GdnGeometry
 from qwen35.ports.gated_delta_rule import (
     CheckpointPlan,
     DecodeCall,
     ExtendCall,
-    GdnPlan,
     LogGates,
     RawGates,
     VerifyCall,
@@ -70,21 +67,26 @@ def test_decode_of_a_backend_without_packed_decode_equals_a_decode_call() -> Non
     close(machine.states, states)
 
 
-@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "page-major"])
-def test_extend_uses_the_raw_gates_of_the_batch(strided: bool) -> None:
-    start(**ALL)
-    machine = Machine(strided=strided, dtype=torch.bfloat16)
+def extend_two(machine: Machine) -> tuple[Tensor, ExtendCall]:
+    """What the backend returns for two sequences, and the call that it stands for, over copies of the states."""
     states = machine.states.clone()
     packed, a, b = machine.tokens(7)
     machine.metadata([4, 1], [0, 5, 7])
     out = machine.backend.forward_extend(machine.layer, machine.batch("EXTEND", [5, 2]), packed, a, b)
     q, k, v = split(packed)
-    call = ExtendCall(q=q, k=k, v=v, gates=raw(machine, a, b), states=states, slots=slots_of(4, 1),
-                      cu_seqlens=slots_of(0, 5, 7))  # fmt: skip
+    return out, ExtendCall(q=q, k=k, v=v, gates=raw(machine, a, b), states=states, slots=slots_of(4, 1),
+                           cu_seqlens=slots_of(0, 5, 7))  # fmt: skip
+
+
+@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "page-major"])
+def test_extend_uses_the_raw_gates_of_the_batch(strided: bool) -> None:
+    start(**ALL)
+    machine = Machine(strided=strided, dtype=torch.bfloat16)
+    out, call = extend_two(machine)
     expected = oracle.extend(call).out
     close(out[0], expected, 2.0**-8)
     # SGLang's gating kernel rounds beta to bfloat16: seven tokens of that move the state by far more than this bound.
-    close(machine.states, states, 1e-6)
+    close(machine.states, call.states, 1e-6)
 
 
 def test_rows_past_the_last_sequence_are_left_out_and_zero() -> None:
@@ -365,63 +367,3 @@ def test_another_familys_gdn_layers_are_left_alone() -> None:
     machine = Machine(family="qwen3_next")
     assert type(machine.dispatcher.decode_kernel).__name__ == "TritonGDNKernel"
     assert not machine.dispatcher.extend_uses_state_checkpoints
-
-
-@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "page-major"])
-def test_checked_mode_serves_the_first_sequence_of_a_pool_that_sglang_gathers(
-    strided: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import sglang.srt.layers.attention.linear.gdn_backend as gdn
-
-    monkeypatch.setattr(gdn, "is_cpu", lambda: False)  # only there does SGLang hand on a page-major pool as it is
-    one = start(**ALL, checked=True)
-    machine = Machine(strided=strided)
-    states = machine.states.clone()
-    packed, a, b = machine.tokens(7)
-    machine.metadata([4, 1], [0, 5, 7])
-    out = machine.backend.forward_extend(machine.layer, machine.batch("EXTEND", [5, 2]), packed, a, b)
-    q, k, v = split(packed)
-    call = ExtendCall(q=q, k=k, v=v, gates=raw(machine, a, b), states=states, slots=slots_of(4, 1),
-                      cu_seqlens=slots_of(0, 5, 7))  # fmt: skip
-    close(out[0], oracle.extend(call).out)
-    close(machine.states, states)
-    assert one.container.counters().total("calls", adapter="reference", phase="extend") == 1
-
-
-@pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "page-major"])
-def test_warm_up_batches_full_of_the_reserved_slot_pass_checked_mode(strided: bool) -> None:
-    one = start(**ALL, checked=True)
-    machine = Machine(strided=strided)
-    states = machine.states.clone()
-    packed, a, b = machine.tokens(3)
-    machine.metadata([0, 0, 0], [0, 1, 2, 3])
-    machine.backend.forward_decode(machine.layer, machine.batch("DECODE", [1, 1, 1]), packed, a, b)
-    assert torch.equal(machine.states[1:], states[1:])
-    assert one.container.counters().total("calls", adapter="reference") == 1
-
-
-def test_the_plan_comes_from_the_pools() -> None:
-    fake = FakeGatedDeltaRule(0.0)
-    names = dict.fromkeys(ALL, "fake")
-    container = build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **names)
-    start(container, **names)
-    Machine(slots=8, draft=3)
-    Machine(slots=6)
-    g = fake.plans[-1].geometry
-    assert (g.key_heads, g.value_heads, g.key_width, g.value_width) == (2, 4, 8, 6)
-    assert (fake.plans[-1].max_batch, fake.plans[-1].max_draft, fake.plans[-1].null_slot) == (8, 3, 0)
-    assert fake.plans[-1].may_pad
-
-
-def gdn_plan(value_heads: int, null_slot: int | None) -> GdnPlan:
-    geometry = GdnGeometry(key_heads=H, value_heads=value_heads, key_width=K, value_width=V)
-    return GdnPlan(geometry=geometry, state_dtype=torch.float32, device=torch.device("cpu"), max_batch=8, max_tokens=64,
-                   max_draft=0, token_dtype=torch.float32, null_slot=null_slot, may_pad=True)  # fmt: skip
-
-
-@pytest.mark.parametrize("value_heads", [HV, 2 * HV], ids=["one geometry", "two geometries"])
-@pytest.mark.parametrize(("first", "second", "both"), [(0, 0, 0), (0, None, None), (None, 0, None)])
-def test_a_slot_is_null_only_where_target_and_draft_agree(
-    value_heads: int, first: int | None, second: int | None, both: int | None
-) -> None:
-    assert union(gdn_plan(HV, first), gdn_plan(value_heads, second)).null_slot == both

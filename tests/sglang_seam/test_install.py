@@ -13,7 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
-from seam_machine import PLACE, Machine, installed_seam, start
+from seam_machine import Machine, installed_seam, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fakes import FakeGatedDeltaRule, fake_entry
@@ -23,7 +23,6 @@ from qwen35.adapters.sglang.seam import Target
 from qwen35.adapters.sglang.seams import TESTED, installed_release, release_seam
 from qwen35.container import build
 from qwen35.domain.errors import UnavailableError
-from qwen35.settings import load_settings
 
 NAMES = {"gdn_decode": "fake", "gdn_extend": "fake", "gdn_verify": "fake"}
 
@@ -303,115 +302,12 @@ def test_an_untested_release_runs_alone_or_stops_or_is_tried(
     assert len(seam.installed()) == 1
 
 
-def test_the_plugin_can_be_turned_off_by_a_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QWEN35_SGLANG_PLUGIN", "off")
-    sglang_plugin.register()
-    assert seam.installed() == ()
-
-
-@pytest.mark.parametrize("switch", ["environment", "file"])
-@pytest.mark.parametrize(
-    ("variable", "value"),
-    [("QWEN35_GDN_PREFILL", "x"), ("QWEN35_CHECKED", "perhaps"), ("QWEN35_GDN_DECODE", "nobody"),
-     ("QWEN35_DEVICE", "tpu")],
-)  # fmt: skip
-def test_off_comes_before_every_other_setting(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, switch: str, variable: str, value: str
-) -> None:
-    monkeypatch.setenv(variable, value)
-    if switch == "environment":
-        monkeypatch.setenv("QWEN35_SGLANG_PLUGIN", "off")
-    else:
-        (tmp_path / "qwen35.toml").write_text('sglang_plugin = false\ngdn_prefill = "x"\n')
-    sglang_plugin.register()
-    assert seam.installed() == ()
-    text = sglang_plugin.explain("/not/a/model")
-    assert "not installed: QWEN35_SGLANG_PLUGIN is off" in text
-    assert "SGLang runs as if the plugin were not there" in text
-
-
-def test_off_in_the_environment_comes_before_a_broken_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "qwen35.toml").write_bytes(b"sglang_plugin = = \xff")
-    with pytest.raises(SystemExit, match=r"qwen35\.toml"):
-        sglang_plugin.register()
-    monkeypatch.setenv("QWEN35_SGLANG_PLUGIN", "off")
-    sglang_plugin.register()
-    assert seam.installed() == ()
-    assert "QWEN35_SGLANG_PLUGIN is off" in sglang_plugin.explain()
-
-
-def test_on_in_the_environment_comes_before_off_in_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "qwen35.toml").write_text("sglang_plugin = false\n")
-    monkeypatch.setenv("QWEN35_SGLANG_PLUGIN", "true")
-    sglang_plugin.register()
-    assert seam.installed() == (installed_seam().targets["scheduler"].path,)
-
-
-def test_a_switch_that_cannot_be_read_ends_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("QWEN35_SGLANG_PLUGIN", "perhaps")
-    with pytest.raises(SystemExit, match="sglang_plugin = 'perhaps'"):
-        sglang_plugin.register()
-
-
 def test_a_process_without_a_scheduler_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, sglang_plugin.SCHEDULER_MODULE)
     monkeypatch.setenv("QWEN35_GDN_DECODE", "nobody")
     sglang_plugin.register()
     assert sglang_plugin.SCHEDULER_MODULE not in sys.modules
     assert seam.installed() == ()
-
-
-def test_the_engine_says_once_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
-    settings = load_settings(None, device="cpu", gdn_decode="reference", gdn_fallback="reference64")
-    one = sglang_plugin.start(settings, installed_seam(), PLACE, sglang_plugin.make_container(settings, PLACE))
-    Machine(draft=2)
-    with caplog.at_level(logging.WARNING):
-        sglang_plugin.announce(settings, one)
-    text = one.announced[0]
-    assert text in caplog.text
-    assert "decode: reference (QWEN35_GDN_DECODE)" in text
-    assert "extend: SGLang's own kernel, counted (QWEN35_GDN_EXTEND is not set)" in text
-    assert "reference64 (QWEN35_GDN_FALLBACK), then SGLang's own kernel" in text
-    assert "GDN heads 2 (q, k) and 4 (v) on this rank, widths 8 and 6" in text
-
-
-def test_a_model_without_gdn_layers_is_said(caplog: pytest.LogCaptureFixture) -> None:
-    one = start(gdn_decode="reference")
-    settings = load_settings(None, device="cpu", gdn_decode="reference", gdn_shadow="reference64:1")
-    sglang_plugin.announce(settings, one)
-    assert "nothing is routed" in caplog.text
-    assert "decode: SGLang's own kernel, uncounted: this model has no Gated DeltaNet layers of Qwen3.5" in caplog.text
-    assert "shadow: none" in caplog.text
-
-
-def test_explain_names_machine_release_model_and_reasons(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "config.json").write_text(
-        '{"model_type": "qwen3_5_moe", "text_config": {"model_type": "qwen3_5_moe_text", "linear_num_key_heads": 16,'
-        ' "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128}}'
-    )
-    monkeypatch.setenv("QWEN35_DEVICE", "cpu")
-    monkeypatch.setenv("QWEN35_GDN_EXTEND", "flashinfer")
-    monkeypatch.setenv("QWEN35_GDN_VERIFY", "reference")
-    text = sglang_plugin.explain(str(tmp_path))
-    assert f"SGLang {installed_release()} (tested with 0.5.20 and 0.5.23) on CPU" in text
-    assert "extend: flashinfer (QWEN35_GDN_EXTEND), which cannot serve here: " in text
-    assert "verify: reference (QWEN35_GDN_VERIFY)" in text
-    assert "qwen3_5_moe_text, GDN heads 16 (q, k) and 32 (v)" in text
-
-
-def test_the_command_finds_the_text_by_its_entry_point() -> None:
-    from typer.testing import CliRunner
-
-    from qwen35.cli.sglang_cmd import app
-
-    result = CliRunner().invoke(app, ["explain"])
-    assert result.exit_code == 0, result.output
-    assert result.output.strip() == sglang_plugin.explain()
-
-
-def test_explain_says_that_another_family_is_not_routed(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert "llama is not Qwen3.5: nothing is routed" in sglang_plugin.explain(str(tmp_path))
 
 
 def test_the_entry_point_is_the_one_that_sglang_loads() -> None:
