@@ -196,10 +196,8 @@ def methods_of(signature: WorkspaceSignature, peers: list[str], sweep: bool) -> 
     if sweep:
         base = Tuning()
         variants = {
-            f"pieces of {piece}{', ahead' * ahead}{', own kept' * keep}": replace(
-                base, piece=piece, ahead=ahead, keep_own=keep
-            )
-            for piece in (512, 1024, 2048) for ahead in (True, False) for keep in (True, False)
+            f"{pieces} pieces of {least} or more": replace(base, pieces=pieces, min_piece=least)
+            for pieces, least in ((1, 512), (2, 512), (4, 256), (4, 1024), (8, 512))
         } | {
             "16 words": replace(base, words_a_thread=16), "wave 1": replace(base, wave=1),
             "two-step": replace(base, one_shot_rows={1: 0}),

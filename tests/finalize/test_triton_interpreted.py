@@ -99,11 +99,11 @@ def test_every_rank_ends_with_the_oracles_rows_and_the_same_bits(size: int, one_
 @pytest.mark.parametrize(
     "tuned",
     [
-        {"piece": 8},
+        {"min_piece": 8},
         {"wave": 1},
-        {"wave": 1, "piece": 16},
-        {"piece": 8, "ahead": False},
-        {"keep_own": False},
+        {"wave": 1, "min_piece": 16},
+        {"wave": 1, "min_piece": 8, "pieces": 2},
+        {"min_piece": 8, "pieces": 2},
         {"crowding": 4},
     ],
     ids=str,

@@ -101,12 +101,14 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class CapturedBranch:
-    """Which adapter a captured call of ``phase`` went to, why, and the tensors on whose place that hangs."""
+    """Which adapter a captured call of ``phase`` went to, why, the tensors on whose place that hangs, and the
+    ``branch`` that it took there, where the adapter says so."""
 
     phase: Phase
     adapter: str
     reasons: tuple[str, ...]
     tensors: tuple[tuple[str, Placement], ...]
+    branch: str | None = None
 
     @property
     def addresses(self) -> tuple[tuple[str, int], ...]:

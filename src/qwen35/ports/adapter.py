@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from qwen35.domain.capabilities import Support
+from qwen35.domain.capabilities import Phase, Support
 from qwen35.domain.platform import Platform
 
 #: Entry points are named "<port>.<adapter>", for example "gated_delta_rule.triton".
@@ -33,6 +33,15 @@ class HoldsScratch(Protocol):
     @property
     def scratch_bound(self) -> int:
         """Bytes that are never exceeded under the current plan."""
+
+
+@runtime_checkable
+class SaysBranches(Protocol):
+    """What an adapter may offer besides its port: which of several ways calls went, for the record of decisions."""
+
+    @property
+    def branches(self) -> Mapping[Phase, str]:
+        """The branch that the latest call of each phase took, in words; a phase that has one way only may lack."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,11 @@ class Counter:
             self.value += 1
 
 
+def mode(captured: bool) -> str:
+    """The label ``mode`` of what is counted inside CUDA graph capture, or else eagerly."""
+    return "captured" if captured else "eager"
+
+
 class Counters:
     """Thread-safe counters, each a name with sorted labels.
 

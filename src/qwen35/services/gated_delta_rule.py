@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from operator import attrgetter
 from types import MappingProxyType
 
@@ -12,6 +13,7 @@ from torch import Tensor
 from qwen35.domain.alignment import CapturedBranch, replay_reasons
 from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import UnsupportedError
+from qwen35.ports.adapter import SaysBranches
 from qwen35.ports.admission import check_call
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
@@ -48,21 +50,23 @@ class GatedDeltaRuleService:
         self._fallback, self._checked, self._counters = fallback, checked, counters
         (d_name, d), (e_name, e), (v_name, v) = (adapters[p] for p in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY))
         f_name, f = fallback or ("", None)
+        named = {**dict(adapters.values()), **({} if fallback is None else dict([fallback]))}
+        saying = {name: adapter for name, adapter in named.items() if isinstance(adapter, SaysBranches)}
         self._decode = Route(
             PORT, Phase.DECODE, DecodeCall, (d_name, d.decode), None if f is None else (f_name, f.decode), counters,
-            _STATES, _tensors,
+            _STATES, _tensors, partial(_branch, saying, Phase.DECODE),
         )  # fmt: skip
         self._extend = Route(
             PORT, Phase.EXTEND, ExtendCall, (e_name, e.extend), None if f is None else (f_name, f.extend), counters,
-            _STATES, _tensors,
+            _STATES, _tensors, partial(_branch, saying, Phase.EXTEND),
         )  # fmt: skip
         self._verify = Route(
             PORT, Phase.VERIFY, VerifyCall, (v_name, v.verify), None if f is None else (f_name, f.verify), counters,
-            _STATES, _tensors,
+            _STATES, _tensors, partial(_branch, saying, Phase.VERIFY),
         )  # fmt: skip
         self._commit = Route(
             PORT, Phase.COMMIT, CommitCall, (v_name, v.commit), None if f is None else (f_name, f.commit), counters,
-            _STATES, _tensors,
+            _STATES, _tensors, partial(_branch, saying, Phase.COMMIT),
         )  # fmt: skip
 
     @property
@@ -89,7 +93,7 @@ class GatedDeltaRuleService:
 
     @property
     def decisions(self) -> tuple[Decision, ...]:
-        """Who served the latest call of each phase, and why."""
+        """Who served the latest call of each phase, why, and by which branch where the adapter says so."""
         return tuple(route.last for route in (self._decode, self._extend, self._verify, self._commit))
 
     @property
@@ -110,21 +114,38 @@ class GatedDeltaRuleService:
 
     def prepare(self, plan: GdnPlan) -> None:
         """Prepare every chosen adapter and the fallback, with the plan's GPU current. Raises ``UnsupportedError`` where
-        a chosen adapter cannot serve the plan and no fallback is configured."""
+        a chosen adapter cannot serve the plan and no fallback can; other refusals are counted."""
         with on(plan.device if isinstance(plan, GdnPlan) else None):
             self._prepare(plan)
 
     def _prepare(self, plan: GdnPlan) -> None:
+        refused: dict[str, tuple[str, ...]] = {}
         for name, adapter in {id(a): (n, a) for n, a in self._adapters.values()}.values():
             try:
                 adapter.prepare(plan)
             except UnsupportedError as exc:
                 if self._fallback is None:
                     raise
-                for reason in exc.reasons:
-                    self._counters.add("plans_refused", port=PORT, adapter=name, reason=reason)
+                refused[name] = exc.reasons
         if self._fallback is not None:
-            self._fallback[1].prepare(plan)
+            self._prepare_fallback(*self._fallback, plan, refused)
+        for name, reasons in refused.items():
+            for reason in reasons:
+                self._counters.add("plans_refused", port=PORT, adapter=name, reason=reason)
+
+    def _prepare_fallback(
+        self, name: str, adapter: GatedDeltaRule, plan: GdnPlan, refused: dict[str, tuple[str, ...]]
+    ) -> None:
+        """Prepare the fallback too; where it refuses, it is missed only by phases whose chosen adapter did as well."""
+        try:
+            adapter.prepare(plan)
+        except UnsupportedError as exc:
+            chosen = {n: reasons for n, reasons in refused.items() if n != name}
+            if refused:
+                names = " and for ".join((*chosen, name))
+                reasons = (*(reason for own in chosen.values() for reason in own), *exc.reasons)
+                raise UnsupportedError(f"plan for {names}", reasons) from exc
+            refused[name] = exc.reasons
 
     def supports(self, call: GdnCall) -> Support:
         """Whether the phase's adapter, or else the fallback, would honour ``call``."""
@@ -186,6 +207,12 @@ def _tensors(call: GdnCall) -> tuple[tuple[str, Tensor], ...]:
     if isinstance(call, VerifyCall | CommitCall):
         return (*states, ("intermediates", call.intermediates))
     return states
+
+
+def _branch(saying: Mapping[str, SaysBranches], phase: Phase, name: str) -> str | None:
+    """The branch of ``phase`` that the adapter called ``name`` took latest, where it says so."""
+    adapter = saying.get(name)
+    return None if adapter is None else adapter.branches.get(phase)
 
 
 def _both(a: Capabilities, b: Capabilities) -> Capabilities:

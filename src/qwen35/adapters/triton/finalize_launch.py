@@ -32,20 +32,18 @@ class Tuning:
 
     ``wire``: element type between ranks; float32 keeps every rounding but the last away. ``max_splits``: most
     programs that share a row; ``min_slice``: fewest columns of one; ``crowding``: programs a multiprocessor that
-    sharing rows may make. ``piece``: columns that a one-shot program sends at once; ``ahead``: whether one that has
-    whole rows asks for the next piece before; ``keep_own``: whether one that has one row keeps its own share. ``wave``:
-    programs a multiprocessor of a launch that loops over rows (None: as many as are resident). ``words_a_thread`` sets
-    the warps of a program. ``one_shot_rows``: rows up to which a launch is one-shot, by number of ranks (nearest number
-    below).
+    sharing rows may make. ``pieces``: most sends that a one-shot program makes of what it has of a row; ``min_piece``:
+    fewest columns of one. ``wave``: programs a multiprocessor of a launch that loops over rows (None: as many as are
+    resident). ``words_a_thread`` sets the warps of a program. ``one_shot_rows``: rows up to which a launch is one-shot,
+    by number of ranks (nearest number below).
     """
 
     wire: str = "float32"
     max_splits: int = 8
     min_slice: int = 256
     crowding: int = 1
-    piece: int = 1024
-    ahead: bool = True
-    keep_own: bool = True
+    pieces: int = 4
+    min_piece: int = 512
     wave: int | None = None
     words_a_thread: int = 32
     one_shot_rows: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({1: 1 << 30, 3: 128, 6: 64}))
@@ -78,7 +76,11 @@ class Cut:
 
     def single(self, rows: int) -> bool:
         """Whether a one-shot launch of ``rows`` has a program for each row."""
-        return self.tuning.keep_own and self.splits(rows) == 1 and rows <= self.wave
+        return self.splits(rows) == 1 and rows <= self.wave
+
+    def pieces(self, columns: int) -> int:
+        """Sends that ``columns``, a power of two, are cut into."""
+        return max(1, min(self.tuning.pieces, columns // self.tuning.min_piece))
 
     def kernel(self, rows: int) -> tuple[int, bool]:
         """What a launch of ``rows`` is compiled for: programs that share a row (0: two-step), and ``single``."""
@@ -177,8 +179,7 @@ def _call(
         slice_block = int(triton.next_power_of_2(signature.hidden // splits))
         return finalize_one_shot, programs, arguments | {
             "SPLITS": splits, "SINGLE": cut.single(m), "SLICE_BLOCK": slice_block,
-            "PIECES": max(1, slice_block // cut.tuning.piece), "AHEAD": cut.tuning.ahead and splits == 1,
-            "RECEIVE": phases[2],
+            "PIECES": cut.pieces(slice_block), "RECEIVE": phases[2],
         }  # fmt: skip
     return finalize_two_step, programs, arguments | {
         "outbox": mail.outbox, "outboxes": mail.outboxes, "TOKEN": _TYPES[signature.dtype],

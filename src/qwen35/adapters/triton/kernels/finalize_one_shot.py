@@ -34,12 +34,14 @@ from qwen35.adapters.triton.kernels.finalize_common import (
 def _send(
     source, weights, indices, shared, peers, epoch, item, source_rows, rank,
     D: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr, SPLITS: tl.constexpr,
-    SLICE_BLOCK: tl.constexpr, PIECES: tl.constexpr, AHEAD: tl.constexpr, WIRE: tl.constexpr, WORD: tl.constexpr,
+    SLICE_BLOCK: tl.constexpr, PIECES: tl.constexpr, WIRE: tl.constexpr, WORD: tl.constexpr,
 ):  # fmt: skip
     """Send one slice of one row to every rank, this one included, piece by piece, so that links are busy early.
 
-    AHEAD: what a piece adds up is asked for before the piece before it is sent.
+    Where programs loop over whole rows, what a piece adds up is asked for before the piece before it is sent; programs
+    that have nothing else to do are slower that way (benchmarks/results/finalize_sweep.json).
     """
+    AHEAD: tl.constexpr = SPLITS == 1
     row = item // SPLITS
     start = (item % SPLITS) * (D // SPLITS)
     slot = slot_of(row, epoch, rank, N, D) + start
@@ -71,7 +73,7 @@ def _single(
     source, weights, indices, shared, residual, gamma, norm_out, residual_out, inbox, peers, epochs, missing,
     row, source_rows, rank, split_rows, spin_limit, eps, weight_bias,
     D: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr, N_POW2: tl.constexpr,
-    PIECE: tl.constexpr, PIECES: tl.constexpr, AHEAD: tl.constexpr, WIRE: tl.constexpr, WORD: tl.constexpr,
+    PIECE: tl.constexpr, PIECES: tl.constexpr, WIRE: tl.constexpr, WORD: tl.constexpr,
     VECTOR: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """One row by one program: its share is sent to the others only, and never leaves this program's registers."""
@@ -81,24 +83,17 @@ def _single(
     epoch = tl.load(epochs + row, volatile=True)
     slot = slot_of(row, epoch, rank, N, D)
     chosen, factors = row_choices(weights, indices, row, TOP_K)
-    terms = row_terms(source, shared, chosen, factors, row, source_rows, first, first < D, D, TOP_K, SHARED)
     held = ()
     own = ()
     for piece in tl.static_range(PIECES):
         columns = first + piece * PIECE
-        coming = terms
-        after = columns + PIECE
-        if AHEAD and piece + 1 < PIECES:
-            coming = row_terms(source, shared, chosen, factors, row, source_rows, after, after < D, D, TOP_K, SHARED)
+        terms = row_terms(source, shared, chosen, factors, row, source_rows, columns, columns < D, D, TOP_K, SHARED)
         bits = wire_bits(row_total(terms, chosen, factors, source_rows, TOP_K, SHARED), WIRE, WORD)
         if SEND:
             for peer in tl.static_range(N):
                 tl.store(peers[peer] + slot + columns, bits, mask=(columns < D) & (rank != peer))
         own = own + (bits,)  # type: ignore[assignment]
         held = held + (tl.load(residual + at_row + columns, mask=columns < D, other=0.0),)  # type: ignore[assignment]
-        if not AHEAD and piece + 1 < PIECES:
-            coming = row_terms(source, shared, chosen, factors, row, source_rows, after, after < D, D, TOP_K, SHARED)
-        terms = coming
     if RECEIVE:
         slots = inbox + slot_of(row, epoch, 0, N, D)
         last_use = inbox + slot_of(row, epoch - 1, 0, N, D)
@@ -168,7 +163,7 @@ def finalize_one_shot(
     m, steps, source_rows, rank, split_rows, spin_limit, eps, weight_bias,
     D: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr, N_POW2: tl.constexpr,
     SPLITS: tl.constexpr, SINGLE: tl.constexpr, BLOCK: tl.constexpr, SLICE_BLOCK: tl.constexpr, PIECES: tl.constexpr,
-    AHEAD: tl.constexpr, WIRE: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, SEND: tl.constexpr,
+    WIRE: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, SEND: tl.constexpr,
     RECEIVE: tl.constexpr, CHECKED: tl.constexpr,
 ):  # fmt: skip
     """``peers`` are the N ranks' inboxes as this rank reaches them, ``inbox`` is its own.
@@ -182,13 +177,13 @@ def finalize_one_shot(
         _single(
             source, weights, indices, shared, residual, gamma, norm_out, residual_out, inbox, peers, epochs, missing,
             pid, source_rows, rank, split_rows, spin_limit, eps, weight_bias,
-            D, TOP_K, SHARED, N, N_POW2, BLOCK // PIECES, PIECES, AHEAD, WIRE, WORD, VECTOR, SEND, RECEIVE, CHECKED,
+            D, TOP_K, SHARED, N, N_POW2, BLOCK // PIECES, PIECES, WIRE, WORD, VECTOR, SEND, RECEIVE, CHECKED,
         )  # fmt: skip
     else:
         _shared_or_looping(
             source, weights, indices, shared, residual, gamma, norm_out, residual_out, inbox, peers, epochs, missing,
             pid, m, steps, source_rows, rank, split_rows, spin_limit, eps, weight_bias,
-            D, TOP_K, SHARED, N, N_POW2, SPLITS, BLOCK, SLICE_BLOCK, PIECES, AHEAD, WIRE, WORD, VECTOR, SEND, RECEIVE,
+            D, TOP_K, SHARED, N, N_POW2, SPLITS, BLOCK, SLICE_BLOCK, PIECES, WIRE, WORD, VECTOR, SEND, RECEIVE,
             CHECKED,
         )  # fmt: skip
 
@@ -198,7 +193,7 @@ def _shared_or_looping(
     source, weights, indices, shared, residual, gamma, norm_out, residual_out, inbox, peers, epochs, missing,
     pid, m, steps, source_rows, rank, split_rows, spin_limit, eps, weight_bias,
     D: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr, N: tl.constexpr, N_POW2: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK: tl.constexpr, SLICE_BLOCK: tl.constexpr, PIECES: tl.constexpr, AHEAD: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK: tl.constexpr, SLICE_BLOCK: tl.constexpr, PIECES: tl.constexpr,
     WIRE: tl.constexpr, WORD: tl.constexpr, VECTOR: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr,
     CHECKED: tl.constexpr,
 ):  # fmt: skip
@@ -213,7 +208,7 @@ def _shared_or_looping(
         if SEND:
             _send(
                 source, weights, indices, shared, peers, epoch, pid, source_rows, rank,
-                D, TOP_K, SHARED, N, SPLITS, SLICE_BLOCK, PIECES, AHEAD, WIRE, WORD,
+                D, TOP_K, SHARED, N, SPLITS, SLICE_BLOCK, PIECES, WIRE, WORD,
             )  # fmt: skip
         if RECEIVE:
             _receive(
@@ -235,7 +230,7 @@ def _shared_or_looping(
                 if item < items:
                     _send(
                         source, weights, indices, shared, peers, sent, item, source_rows, rank,
-                        D, TOP_K, SHARED, N, SPLITS, SLICE_BLOCK, PIECES, AHEAD, WIRE, WORD,
+                        D, TOP_K, SHARED, N, SPLITS, SLICE_BLOCK, PIECES, WIRE, WORD,
                     )  # fmt: skip
             if RECEIVE:
                 if (before >= 0) & (before < items):
