@@ -113,9 +113,7 @@ def test_a_pool_that_was_freed_is_not_taken_for_one_that_lies_where_it_lay(monke
     (reason,) = rule.before_replay(dataclasses.replace(plan, states=call.states[1:].view(-1))).reasons
     assert "tensors moved since" in reason
     fewer = rule.before_replay(dataclasses.replace(plan, states=call.states[:2]))
-    assert [r.split(": ")[-1] for r in fewer.reasons] == [
-        f"shape was {shape}, is {(2, *shape[1:])}; capture again"
-    ]
+    assert [r.split(": ")[-1] for r in fewer.reasons] == [f"shape was {shape}, is {(2, *shape[1:])}; capture again"]
     again = torch.from_numpy(memory)
     (reason,) = rule.before_replay(dataclasses.replace(plan, states=again)).reasons
     assert "belongs to another storage" in reason

@@ -27,10 +27,13 @@ def test_copies_refreshes_and_bytes_held_are_counted_and_read_as_prometheus_text
     assert counters.total("refreshes") == 1
     guard = rule.adapters[Phase.DECODE][1]
     held = {name: value for (name, _), value in counters.gauges().items()}
-    assert held == {"scratch_bytes": guard.scratch_bytes, "parameter_bytes": guard.parameter_bytes}
+    assert held == {
+        "scratch_bytes": guard.scratch_bytes, "scratch_bound_bytes": guard.scratch_bound,
+        "parameter_bytes": guard.parameter_bytes,
+    }  # fmt: skip
     assert min(held.values()) > 0
     text = prometheus_text(counters)
-    for name in ("scratch_copies_total", "refreshes_total", "scratch_bytes", "parameter_bytes", "calls_total"):
+    for name in ("scratch_copies_total", "refreshes_total", "scratch_bytes", "scratch_bound_bytes", "calls_total"):
         assert f"\nqwen35_{name}{{" in text, text
 
 
@@ -68,7 +71,7 @@ def test_the_gauge_and_the_bound_count_the_adapters_own_scratch() -> None:
         plain.decode(call)
         held = {name: value for (name, _), value in counters.gauges().items()}
         assert held["scratch_bytes"] == guard.scratch_bytes == plain.scratch_bytes + 1000
-        assert guard.scratch_bound == plain.scratch_bound + 5000
+        assert held["scratch_bound_bytes"] == guard.scratch_bound == plain.scratch_bound + 5000
 
 
 def test_an_adapter_without_a_guard_is_counted_too() -> None:
@@ -76,7 +79,8 @@ def test_an_adapter_without_a_guard_is_counted_too() -> None:
     adapter.capabilities = dataclasses.replace(adapter.capabilities, byte_alignment=1)
     container = build(adapter)
     assert container.gated_delta_rule().adapters[Phase.DECODE][1] is adapter
-    assert container.counters().gauges() == {("scratch_bytes", (("adapter", "demanding"),)): 1000}
+    labels = (("adapter", "demanding"),)
+    assert container.counters().gauges() == {("scratch_bytes", labels): 1000, ("scratch_bound_bytes", labels): 5000}
     assert 'qwen35_scratch_bytes{adapter="demanding"} 1000.0' in prometheus_text(container.counters())
 
 

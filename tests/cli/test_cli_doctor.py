@@ -10,9 +10,13 @@ from typing import Any
 import pytest
 
 import qwen35
+from fakes import FakeGatedDeltaRule, fake_entry
 from qwen35.cli.doctor import AdapterFacts, Report
-from qwen35.cli.doctor_choices import BuildFacts, ChoiceFacts
+from qwen35.cli.doctor_choices import BuildFacts, ChoiceFacts, choices
 from qwen35.domain.errors import Qwen35Error
+from qwen35.domain.platform import Platform
+from qwen35.services.registry import AdapterRegistry
+from qwen35.settings import load_settings
 
 
 def test_json_has_the_documented_shape(run: Any) -> None:
@@ -33,7 +37,7 @@ def test_json_has_the_documented_shape(run: Any) -> None:
         assert choice.keys() == ChoiceFacts.__annotations__.keys()
         assert choice["reason"]
     assert [c["setting"] for c in report["choices"]] == [
-        "gdn_decode", "gdn_extend", "gdn_verify", "gdn_fallback", "gdn_shadow", "conv", "finalize",
+        "gdn_decode", "gdn_extend", "prefill_split", "gdn_verify", "gdn_fallback", "gdn_shadow", "conv", "finalize",
     ]  # fmt: skip
     assert report["build"].keys() == BuildFacts.__annotations__.keys()
     assert report["build"]["ok"]
@@ -81,6 +85,40 @@ def test_doctor_says_of_every_setting_what_build_does(
     with pytest.raises(Qwen35Error) as refused:
         qwen35.build(device="cpu", **{setting: value})
     assert str(refused.value) == report["build"]["reason"]
+
+
+@pytest.mark.parametrize(
+    ("env", "adapter", "said"),
+    [
+        ({}, None, "concerns the extend of flashinfer alone, which reference serves here"),
+        ({"QWEN35_GDN_EXTEND": "refrence"}, None, "which nobody serves here"),
+        ({"QWEN35_GDN_FALLBACK": "flashinfer"}, "flashinfer", "split over the sequence where few long sequences"),
+        ({"QWEN35_GDN_EXTEND": "flashinfer"}, "flashinfer", "split over the sequence where few long sequences"),
+        (
+            {"QWEN35_GDN_EXTEND": "flashinfer", "QWEN35_PREFILL_SPLIT": "on"},
+            "flashinfer",
+            "with checkpoints is refused",
+        ),
+        (
+            {"QWEN35_GDN_EXTEND": "flashinfer", "QWEN35_PREFILL_SPLIT": "off"},
+            "flashinfer",
+            "every extend takes one pass",
+        ),
+    ],
+)
+def test_doctor_says_which_prefill_kernel_runs_where_there_are_two(
+    monkeypatch: pytest.MonkeyPatch, env: dict[str, str], adapter: str | None, said: str
+) -> None:
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    registry = AdapterRegistry(
+        Platform(device="cpu", device_name="CPU"), extra=[fake_entry("flashinfer", FakeGatedDeltaRule(1.0))]
+    )
+    (choice,) = [c for c in choices(registry, load_settings()) if c["setting"] == "prefill_split"]
+    assert choice["requested"] == env.get("QWEN35_PREFILL_SPLIT", "auto")
+    assert choice["adapter"] == adapter
+    assert choice["ok"]
+    assert said in choice["reason"]
 
 
 def test_choice_is_explained_with_why_each_other_was_not_taken(run: Any) -> None:

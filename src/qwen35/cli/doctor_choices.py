@@ -10,6 +10,14 @@ if TYPE_CHECKING:
     from qwen35.services.registry import AdapterRegistry
     from qwen35.settings import Settings
 
+#: The one adapter with two prefill kernels.
+_SPLITS = "flashinfer"
+_SPLIT_RULES = {
+    "auto": "split over the sequence where few long sequences without checkpoints would leave the GPU idle, else one "
+    "pass; the service's decisions say which way the latest call went",
+    "on": "every extend is split over the sequence; one with checkpoints is refused",
+    "off": "every extend takes one pass",
+}
 _RULE, _CONVOLUTION, _FINALIZE = "gated_delta_rule", "short_convolution", "finalize_fusion"
 
 
@@ -35,9 +43,11 @@ class BuildFacts(TypedDict):
 
 def choices(registry: AdapterRegistry, settings: Settings) -> list[ChoiceFacts]:
     """One entry a setting."""
+    extend = _chosen(registry, "gdn_extend", _RULE, settings.gdn_extend)
     return [
         _chosen(registry, "gdn_decode", _RULE, settings.gdn_decode),
-        _chosen(registry, "gdn_extend", _RULE, settings.gdn_extend),
+        extend,
+        _prefill_split(settings, extend["adapter"]),
         _chosen(registry, "gdn_verify", _RULE, settings.gdn_verify),
         _fallback(registry, settings.gdn_fallback),
         _shadow(registry, settings),
@@ -74,6 +84,16 @@ def _chosen(registry: AdapterRegistry, setting: str, port: str, requested: str) 
     facts = _facts(setting, port, requested, choice.reason)
     facts["adapter"] = choice.name
     facts["rejected"] = {name: list(why) for name, why in choice.rejected.items()}
+    return facts
+
+
+def _prefill_split(settings: Settings, extends: str | None) -> ChoiceFacts:
+    requested = settings.prefill_split
+    if _SPLITS not in (extends, settings.gdn_fallback):
+        reason = f"concerns the extend of {_SPLITS} alone, which {extends or 'nobody'} serves here"
+        return _facts("prefill_split", _RULE, requested, reason)
+    facts = _facts("prefill_split", _RULE, requested, _SPLIT_RULES[requested])
+    facts["adapter"] = _SPLITS
     return facts
 
 

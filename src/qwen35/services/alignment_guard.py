@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
-from functools import partial
 from operator import attrgetter
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from qwen35.domain.alignment import Remedy, Role, misalignment, remedy
-from qwen35.domain.capabilities import Capabilities, Support
+from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import UnsupportedError
 from qwen35.domain.geometry import GdnGeometry
-from qwen35.ports.adapter import HoldsScratch
-from qwen35.ports.admission import CHECKS, DecodesKnown
+from qwen35.ports.adapter import HoldsScratch, SaysBranches
+from qwen35.ports.admission import CHECKS, Admission, DecodesKnown
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
     DecodeCall,
@@ -29,7 +28,7 @@ from qwen35.ports.gated_delta_rule import (
     RawGates,
     VerifyCall,
 )
-from qwen35.services.counters import Counters
+from qwen35.services.counters import Counters, mode
 from qwen35.services.devices import capturing
 from qwen35.services.parameter_copies import ParameterCopies
 from qwen35.services.scratch import Scratch
@@ -37,24 +36,23 @@ from qwen35.services.scratch import Scratch
 _Call = TypeVar("_Call", DecodeCall, ExtendCall, VerifyCall, CommitCall)
 _Step = TypeVar("_Step", DecodeCall, VerifyCall)
 
-_INPUTS: dict[type, tuple[str, ...]] = {
-    DecodeCall: ("q", "k", "v", "slots", "write_slots", "out"),
-    ExtendCall: ("q", "k", "v", "slots", "cu_seqlens", "fresh", "write_slots", "out"),
-    VerifyCall: ("q", "k", "v", "slots", "rows", "parents", "out"),
-    CommitCall: ("slots", "rows", "last"),
+#: The tensors of each kind of call but those of its gates and of a checkpoint plan.
+_NAMES: Mapping[type, tuple[str, ...]] = {
+    DecodeCall: ("states", "q", "k", "v", "slots", "write_slots", "out"),
+    ExtendCall: ("states", "q", "k", "v", "slots", "cu_seqlens", "fresh", "write_slots", "out"),
+    VerifyCall: ("states", "intermediates", "q", "k", "v", "slots", "rows", "parents", "out"),
+    CommitCall: ("states", "intermediates", "slots", "rows", "last"),
 }
-_MUTABLE: dict[type, tuple[str, ...]] = {
-    DecodeCall: ("states",),
-    ExtendCall: ("states",),
-    VerifyCall: ("states", "intermediates"),
-    CommitCall: ("states", "intermediates"),
-}
-#: Every tensor of a call but those of its gates.
 _TENSORS: Mapping[type, Callable[[Any], tuple[Tensor | None, ...]]] = {
-    kind: attrgetter(*_MUTABLE[kind], *names) for kind, names in _INPUTS.items()
+    kind: attrgetter(*names) for kind, names in _NAMES.items()
 }
-_RAW, _LOG = attrgetter("a", "b", "A_log", "dt_bias"), attrgetter("g", "beta")
-_PARAMETERS = frozenset({"A_log", "dt_bias"})
+_RAW_NAMES, _LOG_NAMES = ("a", "b", "A_log", "dt_bias"), ("g", "beta")
+_RAW, _LOG = attrgetter(*_RAW_NAMES), attrgetter(*_LOG_NAMES)
+#: What is no read-only input, in whatever call. Intermediates are as large as a pool, where commit only reads them too.
+_ROLES: Mapping[str, Role] = {
+    "states": Role.MUTABLE, "intermediates": Role.MUTABLE, "out": Role.OUTPUT,
+    "A_log": Role.PARAMETER, "dt_bias": Role.PARAMETER,
+}  # fmt: skip
 #: Bytes of the smallest element that a tensor with more than one dimension may have.
 _LEAST_ITEM = 2
 #: Layouts that are remembered; a serving engine has a few dozen.
@@ -76,9 +74,24 @@ def scratch_sizes(geometry: GdnGeometry, itemsize: int, rows: int, batch: int) -
     }  # fmt: skip
 
 
-def _stand_in(_name: str, tensor: Tensor) -> Tensor:
+class _Misaligned(NamedTuple):
+    """A tensor of a call that is ``off`` bytes off, and what is done about it."""
+
+    name: str
+    tensor: Tensor
+    off: int
+    role: Role
+    remedy: Remedy
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
     """An aligned tensor of the same shape, dtype and place, for questions only."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+
+
+def _admits(_call: object) -> Support:
+    """For an admission that asks for the contract alone."""
+    return Support.of()
 
 
 def _decode_nothing(_call: DecodeCall) -> Tensor | None:
@@ -102,14 +115,23 @@ class AlignmentGuard:
         self._inner = adapter if isinstance(adapter, HoldsScratch) else None
         self._parameters = ParameterCopies(self._alignment)
         self._aligned_strides: set[tuple[int, ...]] = set()
+        #: Before the first copy: a call that is off in more than its addresses leaves nothing behind.
+        self._admit = Admission(name, _admits)
+        self._saying = adapter if isinstance(adapter, SaysBranches) else None
         self._decode_known = adapter.decode_known if isinstance(adapter, DecodesKnown) else _decode_nothing
         counters.watch("scratch_bytes", lambda: self.scratch_bytes, adapter=name)
+        counters.watch("scratch_bound_bytes", lambda: self.scratch_bound, adapter=name)
         counters.watch("parameter_bytes", lambda: self.parameter_bytes, adapter=name)
 
     @property
     def capabilities(self) -> Capabilities:
         """Those of the adapter; ``byte_alignment`` still says what the kernel itself needs."""
         return self._adapter.capabilities
+
+    @property
+    def branches(self) -> Mapping[Phase, str]:
+        """Those that the adapter says it took."""
+        return {} if self._saying is None else self._saying.branches
 
     @property
     def scratch_bytes(self) -> int:
@@ -135,8 +157,10 @@ class AlignmentGuard:
 
     def supports(self, call: GdnCall) -> Support:
         """What the adapter says of the call with aligned inputs, and whether every mutable tensor is aligned."""
-        support = self._adapter.supports(self._replaced(call, _stand_in))
-        return Support.of(*support.reasons, *self._refusals(call))
+        found = self._misaligned(call)
+        stand_ins = {one.name: _stand_in(one.tensor) for one in found if one.remedy is not Remedy.REFUSE}
+        support = self._adapter.supports(_replaced(call, stand_ins) if stand_ins else call)
+        return Support.of(*support.reasons, *self._refusals(found))
 
     def decode(self, call: DecodeCall) -> Tensor:
         """See the port."""
@@ -179,14 +203,6 @@ class AlignmentGuard:
             return result
         return call.out.copy_(result)
 
-    def _refusals(self, call: GdnCall) -> list[str]:
-        reasons = []
-        for name in _MUTABLE[type(call)]:
-            off = self._off(getattr(call, name))
-            if remedy(Role.MUTABLE, off) is Remedy.REFUSE:
-                reasons.append(f"{name} requires {self._alignment}-byte alignment, got {off} bytes off")
-        return reasons
-
     def _off(self, tensor: Tensor) -> int:
         strides = tensor.stride()
         if tensor.data_ptr() % self._alignment == 0 and strides in self._aligned_strides:
@@ -226,42 +242,69 @@ class AlignmentGuard:
     def _realigned(self, call: _Call) -> _Call:
         if self._plainly_aligned(call) and (not isinstance(call, ExtendCall) or call.checkpoints is None):
             return call
-        reasons = self._refusals(call)
+        found = self._misaligned(call)
+        if not found:
+            return call
+        self._admit(call, type(call))
+        reasons = self._refusals(found)
         if reasons:
             raise UnsupportedError(f"{type(call).__name__} for {self._name}", reasons)
-        aligned: _Call = self._replaced(call, partial(self._copied, call))
+        inside = capturing()
+        scratch = self._large if isinstance(call, ExtendCall) else self._small
+        aligned: _Call = _replaced(call, {one.name: self._aligned_copy(one, scratch, inside) for one in found})
         return aligned
 
-    def _replaced(self, call: Any, by: Callable[[str, Tensor], Tensor]) -> Any:
-        """``call`` with ``by`` in place of every input and parameter that is not aligned."""
-        changes: dict[str, Any] = {}
-        for name in _INPUTS[type(call)]:
-            tensor: Tensor | None = getattr(call, name)
-            if tensor is not None and self._off(tensor):
-                changes[name] = by(name, tensor)
-        if not isinstance(call, CommitCall):
-            names = ("g", "beta") if isinstance(call.gates, LogGates) else ("a", "b", "A_log", "dt_bias")
-            gates = {name: getattr(call.gates, name) for name in names}
-            off: dict[str, Any] = {name: by(name, tensor) for name, tensor in gates.items() if self._off(tensor)}
-            if off:
-                changes["gates"] = replace(call.gates, **off)
-        if isinstance(call, ExtendCall) and call.checkpoints is not None and self._off(call.checkpoints.starts):
-            starts = by("starts", call.checkpoints.starts)
-            changes["checkpoints"] = replace(call.checkpoints, starts=starts)
-        return replace(call, **changes) if changes else call
+    def _misaligned(self, call: GdnCall) -> list[_Misaligned]:
+        """Every tensor of ``call`` that is off, with what the rules say of its role."""
+        found = []
+        for name, tensor in _named_tensors(call):
+            if tensor is not None and (off := self._off(tensor)):
+                role = _ROLES.get(name, Role.INPUT)
+                found.append(_Misaligned(name, tensor, off, role, remedy(role, off)))
+        return found
 
-    def _copied(self, call: GdnCall, name: str, tensor: Tensor) -> Tensor:
-        if tensor.device != call.states.device:
-            CHECKS[type(call)](call)  # a copy would hide it
-        if name in _PARAMETERS:
-            return self._parameters.take(tensor, capturing())
-        scratch = self._large if isinstance(call, ExtendCall) else self._small
-        copy = scratch.take(name, tuple(tensor.shape), tensor.dtype, tensor.device)
-        self._counters.add("scratch_copies", adapter=self._name, argument=name)
-        return copy if name == "out" else copy.copy_(tensor)
+    def _refusals(self, found: list[_Misaligned]) -> list[str]:
+        return [
+            f"{one.name} requires {self._alignment}-byte alignment, got {one.off} bytes off"
+            for one in found
+            if one.remedy is Remedy.REFUSE
+        ]
+
+    def _aligned_copy(self, one: _Misaligned, scratch: Scratch, inside: bool) -> Tensor:
+        tensor = one.tensor
+        if one.remedy is Remedy.COPY:
+            return self._parameters.take(tensor, inside)
+        copy = scratch.take(one.name, tuple(tensor.shape), tensor.dtype, tensor.device)
+        self._counters.add("scratch_copies", adapter=self._name, argument=one.name, mode=mode(inside))
+        return copy if one.role is Role.OUTPUT else copy.copy_(tensor)
 
     def _lay_out(self, plan: GdnPlan) -> None:
         itemsize, rows = plan.token_dtype.itemsize, plan.max_batch * max(1, plan.max_draft)
         self._small.reserve(scratch_sizes(plan.geometry, itemsize, rows, plan.max_batch), plan.device)
         self._large.reserve(scratch_sizes(plan.geometry, itemsize, plan.max_tokens, plan.max_batch), plan.device)
         self._parameters.reserve(plan.geometry.value_heads * 4, plan.device)
+
+
+def _named_tensors(call: GdnCall) -> Iterator[tuple[str, Tensor | None]]:
+    """Every tensor of a call by its name, which is one in the call, its gates and its checkpoint plan together."""
+    kind = type(call)
+    yield from zip(_NAMES[kind], _TENSORS[kind](call), strict=True)
+    if not isinstance(call, CommitCall):
+        names = _LOG_NAMES if isinstance(call.gates, LogGates) else _RAW_NAMES
+        for name in names:
+            yield name, getattr(call.gates, name)
+    if isinstance(call, ExtendCall) and call.checkpoints is not None:
+        yield "starts", call.checkpoints.starts
+
+
+def _replaced(call: Any, by: Mapping[str, Tensor]) -> Any:
+    """``call`` with the tensors ``by`` name in place of its own."""
+    changes: dict[str, Any] = {name: by[name] for name in _NAMES[type(call)] if name in by}
+    if not isinstance(call, CommitCall):
+        names = _LOG_NAMES if isinstance(call.gates, LogGates) else _RAW_NAMES
+        gates: dict[str, Any] = {name: by[name] for name in names if name in by}
+        if gates:
+            changes["gates"] = replace(call.gates, **gates)
+    if isinstance(call, ExtendCall) and call.checkpoints is not None and "starts" in by:
+        changes["checkpoints"] = replace(call.checkpoints, starts=by["starts"])
+    return replace(call, **changes)

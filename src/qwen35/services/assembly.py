@@ -66,13 +66,14 @@ def make_shadow(spec: ShadowSpec, settings: Settings, registry: AdapterRegistry,
 def guarded(name: str, adapter: GatedDeltaRule, counters: Counters) -> GatedDeltaRule:
     """The adapter itself, or behind the alignment guard where its kernels ask for more than torch gives.
 
-    Either way the gauge ``scratch_bytes`` of ``name`` reads all that is held.
+    Either way the gauges ``scratch_bytes`` and ``scratch_bound_bytes`` of ``name`` count all that is held.
     """
     if adapter.capabilities.byte_alignment > NATURAL_ALIGNMENT:
         return AlignmentGuard(name, adapter, counters)
     if isinstance(adapter, HoldsScratch):
         held = adapter
         counters.watch("scratch_bytes", lambda: held.scratch_bytes, adapter=name)
+        counters.watch("scratch_bound_bytes", lambda: held.scratch_bound, adapter=name)
     return adapter
 
 

@@ -50,8 +50,7 @@ class GatedDeltaRuleService:
         self._fallback, self._checked, self._counters = fallback, checked, counters
         (d_name, d), (e_name, e), (v_name, v) = (adapters[p] for p in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY))
         f_name, f = fallback or ("", None)
-        named = {**dict(adapters.values()), **({} if fallback is None else dict([fallback]))}
-        saying = {name: adapter for name, adapter in named.items() if isinstance(adapter, SaysBranches)}
+        saying = {name: adapter for name, adapter in self._used() if isinstance(adapter, SaysBranches)}
         self._decode = Route(
             PORT, Phase.DECODE, DecodeCall, (d_name, d.decode), None if f is None else (f_name, f.decode), counters,
             _STATES, _tensors, partial(_branch, saying, Phase.DECODE),
@@ -120,32 +119,20 @@ class GatedDeltaRuleService:
 
     def _prepare(self, plan: GdnPlan) -> None:
         refused: dict[str, tuple[str, ...]] = {}
-        for name, adapter in {id(a): (n, a) for n, a in self._adapters.values()}.values():
+        for name, adapter in self._used():
             try:
                 adapter.prepare(plan)
             except UnsupportedError as exc:
                 if self._fallback is None:
                     raise
                 refused[name] = exc.reasons
-        if self._fallback is not None:
-            self._prepare_fallback(*self._fallback, plan, refused)
-        for name, reasons in refused.items():
-            for reason in reasons:
+        chosen = {name for name, _ in self._adapters.values()}
+        if self._fallback is not None and self._fallback[0] in refused and chosen & refused.keys():
+            reasons = (reason for own in refused.values() for reason in own)
+            raise UnsupportedError(f"plan for {' and for '.join(refused)}", reasons)
+        for name, own in refused.items():
+            for reason in own:
                 self._counters.add("plans_refused", port=PORT, adapter=name, reason=reason)
-
-    def _prepare_fallback(
-        self, name: str, adapter: GatedDeltaRule, plan: GdnPlan, refused: dict[str, tuple[str, ...]]
-    ) -> None:
-        """Prepare the fallback too; where it refuses, it is missed only by phases whose chosen adapter did as well."""
-        try:
-            adapter.prepare(plan)
-        except UnsupportedError as exc:
-            chosen = {n: reasons for n, reasons in refused.items() if n != name}
-            if refused:
-                names = " and for ".join((*chosen, name))
-                reasons = (*(reason for own in chosen.values() for reason in own), *exc.reasons)
-                raise UnsupportedError(f"plan for {names}", reasons) from exc
-            refused[name] = exc.reasons
 
     def supports(self, call: GdnCall) -> Support:
         """Whether the phase's adapter, or else the fallback, would honour ``call``."""
@@ -181,20 +168,21 @@ class GatedDeltaRuleService:
 
     def refresh_parameters(self) -> int:
         """Refresh the copies of every adapter in use."""
-        return sum(adapter.refresh_parameters() for adapter in self._distinct())
+        return sum(adapter.refresh_parameters() for _, adapter in self._used())
 
     def close(self) -> None:
         """Close every adapter in use; what was captured with them is not to be replayed."""
-        for adapter in self._distinct():
+        for _, adapter in self._used():
             adapter.close()
         for route in (self._decode, self._extend, self._verify, self._commit):
             route.captured.clear()
 
-    def _distinct(self) -> list[GatedDeltaRule]:
-        used = [adapter for _, adapter in self._adapters.values()]
+    def _used(self) -> list[tuple[str, GatedDeltaRule]]:
+        """Every adapter in use and its name, once each, the fallback last where no phase chose it."""
+        used = list(self._adapters.values())
         if self._fallback is not None:
-            used.append(self._fallback[1])
-        return list({id(adapter): adapter for adapter in used}.values())
+            used.append(self._fallback)
+        return list({id(adapter): (name, adapter) for name, adapter in used}.values())
 
     def _check(self, call: GdnCall) -> None:
         if not capturing():

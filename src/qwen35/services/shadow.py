@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TypeVar
@@ -16,6 +16,7 @@ from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import ContractError, UnsupportedError
 from qwen35.domain.precision import ErrorBound
 from qwen35.domain.shadow import ShadowSpec
+from qwen35.ports.adapter import SaysBranches
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
     DecodeCall,
@@ -179,6 +180,11 @@ class ShadowedGatedDeltaRule:
     def capabilities(self) -> Capabilities:
         """Those of the adapter."""
         return self._adapter.capabilities
+
+    @property
+    def branches(self) -> Mapping[Phase, str]:
+        """Those that the adapter says it took."""
+        return self._adapter.branches if isinstance(self._adapter, SaysBranches) else {}
 
     def prepare(self, plan: GdnPlan) -> None:
         """Prepare both; only the adapter's refusal is raised."""

@@ -1,0 +1,180 @@
+"""Who serves what the chosen adapter refuses, what is counted of it, and which branch is said to have served."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+import qwen35
+from fakes import FakeGatedDeltaRule, decode_call, fake_entry
+from qwen35.container import Container
+from qwen35.domain.capabilities import Phase
+from qwen35.domain.errors import CaptureError, UnsupportedError
+from qwen35.domain.geometry import GdnGeometry
+from qwen35.ports.adapter import SaysBranches
+from qwen35.ports.gated_delta_rule import DecodeCall, GdnPlan
+from qwen35.services.gated_delta_rule import GatedDeltaRuleService
+from qwen35.services.routing import Decision
+
+PLAN = GdnPlan(
+    geometry=GdnGeometry(key_heads=1, value_heads=2, key_width=4, value_width=3), state_dtype=torch.float32,
+    device=torch.device("cpu"), max_batch=2, max_tokens=4, token_dtype=torch.float32,
+)  # fmt: skip
+
+
+def build(one: FakeGatedDeltaRule, two: FakeGatedDeltaRule, **settings: str) -> Container:
+    """``one`` for every phase, ``two`` as the fallback, unless told otherwise."""
+    chosen = dict.fromkeys(("gdn_decode", "gdn_extend", "gdn_verify"), "one") | {"gdn_fallback": "two"}
+    entries = [fake_entry("one", one), fake_entry("two", two)]
+    return qwen35.build(device="cpu", adapters=entries, **(chosen | settings))  # type: ignore[arg-type]
+
+
+def decided(rule: GatedDeltaRuleService) -> Decision:
+    """The decision of the latest decode."""
+    return next(d for d in rule.decisions if d.phase is Phase.DECODE)
+
+
+def test_what_the_fallback_refuses_too_is_a_refusal_with_the_reasons_of_both(caplog: pytest.LogCaptureFixture) -> None:
+    one, two = (FakeGatedDeltaRule(0.0, reasons=(reason,)) for reason in ("too narrow", "too wide"))
+    container = build(one, two)
+    rule, counters = container.gated_delta_rule(), container.counters()
+    with caplog.at_level(logging.WARNING, logger="qwen35"), pytest.raises(UnsupportedError) as refused:
+        rule.decode(decode_call())
+    assert refused.value.reasons == ("too narrow", "too wide") == rule.supports(decode_call()).reasons
+    assert str(refused.value) == "DecodeCall for one and for two: too narrow; too wide"
+    assert caplog.records == [], "nobody serves"
+    assert counters.total("fallbacks") == counters.total("calls") == 0
+    assert counters.total("refusals") == counters.total("refusals", adapter="one", phase="decode", mode="eager") == 1
+    assert decided(rule) == Decision("gated_delta_rule", Phase.DECODE, "one")
+
+
+def test_what_the_fallback_may_not_do_inside_capture_is_neither_a_fallback_nor_a_refusal(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Unready(FakeGatedDeltaRule):
+        def decode(self, call: DecodeCall) -> Tensor:
+            if not self.calls:
+                self.calls.append(call)
+                raise CaptureError("prepare it before")
+            return super().decode(call)
+
+    container = build(FakeGatedDeltaRule(1.0, reasons=("too narrow",)), Unready(2.0))
+    rule, counters = container.gated_delta_rule(), container.counters()
+    with caplog.at_level(logging.WARNING, logger="qwen35"):
+        with pytest.raises(CaptureError, match="prepare it before"):
+            rule.decode(decode_call())
+        assert dict(counters.snapshot()) == {}
+        assert caplog.records == []
+        rule.decode(decode_call())
+    assert counters.total("fallbacks", adapter="two", reason="too narrow") == counters.total("calls") == 1
+    assert [r.getMessage() for r in caplog.records] == [
+        "gated_delta_rule decode: two serves instead of one: too narrow"
+    ]
+
+
+def test_a_plan_that_only_the_fallback_refuses_is_counted_and_served() -> None:
+    one, two = FakeGatedDeltaRule(1.0), FakeGatedDeltaRule(2.0, reasons=("too small",))
+    container = build(one, two)
+    container.gated_delta_rule().prepare(PLAN)
+    assert one.plans == [PLAN]
+    counters = container.counters()
+    assert counters.total("plans_refused", adapter="two", reason="too small") == counters.total("plans_refused") == 1
+
+
+def test_a_plan_that_the_fallback_takes_is_counted_and_served() -> None:
+    one, two = FakeGatedDeltaRule(1.0, reasons=("too small",)), FakeGatedDeltaRule(2.0)
+    container = build(one, two)
+    container.gated_delta_rule().prepare(PLAN)
+    assert two.plans == [PLAN]
+    counters = container.counters()
+    assert counters.total("plans_refused", adapter="one", reason="too small") == counters.total("plans_refused") == 1
+
+
+def test_a_plan_that_a_chosen_adapter_and_the_fallback_refuse_is_an_error_with_the_reasons_of_both() -> None:
+    one, two = (FakeGatedDeltaRule(0.0, reasons=(reason,)) for reason in ("too small", "too large"))
+    container = build(one, two)
+    with pytest.raises(UnsupportedError) as refused:
+        container.gated_delta_rule().prepare(PLAN)
+    assert str(refused.value) == "plan for one and for two: too small; too large"
+    assert refused.value.reasons == ("too small", "too large")
+    assert container.counters().total("plans_refused") == 0, "whoever catches it counts it"
+
+
+def test_a_plan_that_a_chosen_adapter_refuses_which_is_the_fallback_too_is_an_error() -> None:
+    one, two = FakeGatedDeltaRule(1.0), FakeGatedDeltaRule(2.0, reasons=("too large",))
+    with pytest.raises(UnsupportedError) as refused:
+        build(one, two, gdn_extend="two").gated_delta_rule().prepare(PLAN)
+    assert str(refused.value) == "plan for two: too large"
+
+
+class Branching(FakeGatedDeltaRule):
+    """Says which way decode went, by its batch, and counts how often it was asked."""
+
+    asked = 0
+
+    @property
+    def branches(self) -> Mapping[Phase, str]:
+        self.asked += 1
+        calls = [call for call in self.calls if isinstance(call, DecodeCall)]
+        return {Phase.DECODE: f"batch of {len(calls[-1].slots)}"} if calls else {}
+
+
+def demanding(adapter: FakeGatedDeltaRule) -> FakeGatedDeltaRule:
+    """``adapter`` behind the alignment guard, with a demand that the pool of ``decode_call`` meets."""
+    adapter.capabilities = dataclasses.replace(adapter.capabilities, byte_alignment=16)
+    return adapter
+
+
+@pytest.mark.parametrize("shadow", [None, "reference:1"])
+@pytest.mark.parametrize("dress", [lambda adapter: adapter, demanding], ids=["bare", "guarded"])
+def test_a_decision_names_the_branch_of_the_latest_call(dress, shadow: str | None) -> None:  # type: ignore[no-untyped-def]
+    one = dress(Branching(1.0))
+    settings = {} if shadow is None else {"gdn_shadow": shadow}
+    rule = build(one, FakeGatedDeltaRule(2.0), **settings).gated_delta_rule()
+    assert decided(rule).branch is None, "nothing served yet"
+    for batch in (1, 2):
+        rule.decode(decode_call(slots=tuple(range(batch))))
+        assert decided(rule) == Decision("gated_delta_rule", Phase.DECODE, "one", (), f"batch of {batch}")
+    assert {d.branch for d in rule.decisions if d.phase is not Phase.DECODE} == {None}
+
+
+def test_a_decision_names_the_branch_of_the_adapter_that_served() -> None:
+    one, two = Branching(1.0, reasons=("too narrow",)), Branching(2.0)
+    rule = build(one, two).gated_delta_rule()
+    two.calls.append(decode_call(slots=(0,)))
+    assert decided(rule).branch is None, "what the fallback did elsewhere is not the chosen adapter's branch"
+    rule.decode(decode_call())
+    assert decided(rule) == Decision("gated_delta_rule", Phase.DECODE, "two", ("too narrow",), "batch of 2")
+
+
+def test_branches_are_read_when_decisions_are_asked_for_and_not_by_calls() -> None:
+    one = demanding(Branching(1.0))
+    rule = build(one, FakeGatedDeltaRule(2.0)).gated_delta_rule()
+    one.asked = 0
+    for _ in range(3):
+        rule.decode(decode_call())
+    assert one.asked == 0
+
+
+def test_an_adapter_that_does_not_say_has_no_branch() -> None:
+    rule = build(demanding(FakeGatedDeltaRule(1.0)), FakeGatedDeltaRule(2.0)).gated_delta_rule()
+    rule.decode(decode_call())
+    assert decided(rule).branch is None
+    assert not isinstance(FakeGatedDeltaRule(1.0), SaysBranches)
+
+
+@pytest.mark.row("D12")
+def test_a_capture_keeps_the_branch_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captures are pretended, since there are none on a CPU."""
+    rule = build(Branching(1.0), FakeGatedDeltaRule(2.0)).gated_delta_rule()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        rule.decode(decode_call())
+    rule.decode(decode_call(slots=(1,)))
+    assert [(b.adapter, b.branch) for b in rule.captured] == [("one", "batch of 2")]
