@@ -28,6 +28,7 @@ from qwen35.adapters.flashinfer.plans import Plans
 from qwen35.adapters.flashinfer.prefill import Prefill
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.adapters.flashinfer.steps import Step, decode_kernel, run_verify
+from qwen35.adapters.flashinfer.workspaces import PROCESS, PrefillWorkspaces
 from qwen35.domain.capabilities import Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, ContractError, UnsupportedError
 from qwen35.domain.platform import Platform
@@ -61,11 +62,12 @@ class FlashInferGatedDeltaRule:
 
     Each stream has scratch of its own. Intermediates that must pass through it take max_batch * max_draft states
     of each stream that makes such calls, and as much again that lies ready for a stream first seen inside capture.
+    The workspaces of FlashInfer's prefill are the process's and not counted in: see ``PrefillWorkspaces``.
     """
 
     def __init__(
         self, kernels: FlashInferKernels, rows: RowOperations, platform: Platform, options: AdapterOptions,
-        stream_of: Callable[[torch.device], int] = current_stream,
+        stream_of: Callable[[torch.device], int] = current_stream, workspaces: PrefillWorkspaces = PROCESS,
     ) -> None:  # fmt: skip
         self.capabilities = capabilities_of(kernels, platform)
         self._kernels, self._rows = kernels, rows
@@ -73,7 +75,7 @@ class FlashInferGatedDeltaRule:
         self._stream_of, self._parameters = stream_of, ParameterCopies(ALIGNMENT)
         self._scratch = Scratch(stream_of=stream_of)
         self._prefill_scratch = Scratch(spare=0, stream_of=stream_of)  # prefill is never captured
-        self._prefill = Prefill(kernels, rows, self._prefill_scratch)
+        self._prefill = Prefill(kernels, rows, self._prefill_scratch, workspaces)
         self._plans = Plans(kernels)
         self._admitted: dict[tuple[object, ...], AdmittedVerify] = {}
         self._known: dict[tuple[object, ...], KnownDecode] = {}
@@ -104,15 +106,22 @@ class FlashInferGatedDeltaRule:
     def prepare(self, plan: GdnPlan) -> None:
         """Fix branches, reserve index scratch, compile decode and verify for the plan's heads. Waits for the device.
 
-        A later plan for the same geometry, dtypes and device widens the one before.
+        A later plan for the same geometry, dtypes and device widens the one before. Raises ``UnsupportedError`` where it
+        names another null slot than that one, which padded rows of either user would write: one that names none is
+        served where its rows never pad and its write slots are never -1.
         """
+        self._prepare(plan, stated=True)
+
+    def _prepare(self, plan: GdnPlan, *, stated: bool) -> None:
         self._open()
         support = plan_support(self.capabilities, plan)
         if not support:
             raise UnsupportedError("plan for FlashInfer", support.reasons)
         if capturing(plan.device):
             raise CaptureError("prepare is not legal inside CUDA graph capture; call it before")
-        plan = self._adopt(plan)
+        plan, news = self._plans.adopt(plan, stated=stated)
+        if news:
+            self._forget()
         self._plans.measure(Phase.DECODE, plan)
         tokens, heads = max(1, plan.max_draft), plan.geometry.value_heads
         if plan.max_draft:
@@ -177,7 +186,7 @@ class FlashInferGatedDeltaRule:
         self._refuse(call)
         if capturing(call.states.device):
             raise CaptureError("FlashInfer's prefill keeps workspaces that move: it cannot be captured")
-        plan = self._adopt(self._plans.covering(call))
+        plan = self._plans.covering(call)
         split = split_prefill(self._split, self._platform, call)
         self._branches[Phase.EXTEND] = "sequence split" if split else "one pass"
         return self._prefill.run(call, plan, split)
@@ -311,15 +320,9 @@ class FlashInferGatedDeltaRule:
                     f"{type(call).__name__} is beyond the plan: prepare one that covers it, or make the call once "
                     "outside capture"
                 )
-            self.prepare(plan)
+            self._prepare(plan, stated=False)
             return self._plans.covering(call)
         return plan
-
-    def _adopt(self, plan: GdnPlan) -> GdnPlan:
-        adopted, news = self._plans.adopt(plan)
-        if news:
-            self._forget()
-        return adopted
 
     def _forget(self) -> None:
         """What was settled under another plan, or with scratch that is gone, is settled anew."""

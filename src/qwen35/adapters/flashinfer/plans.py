@@ -8,12 +8,13 @@ from types import MappingProxyType
 
 import torch
 
-from qwen35.adapters._kernels.plans import widened
+from qwen35.adapters._kernels.plans import null_slot_reasons, widened
 from qwen35.adapters.flashinfer.admission import StepCall, phase_of
 from qwen35.adapters.flashinfer.behaviour import decode_batches, measure_decode, measure_verify
 from qwen35.adapters.flashinfer.mends import Behaviour, Mend, decode_mend, verify_mend
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.domain.capabilities import Phase
+from qwen35.domain.errors import UnsupportedError
 from qwen35.ports.gdn_calls import DecodeCall, ExtendCall, GdnPlan, VerifyCall
 from qwen35.ports.gdn_checks import call_geometry
 
@@ -24,6 +25,7 @@ class Plans:
     def __init__(self, kernels: FlashInferKernels) -> None:
         self._kernels = kernels
         self._plans: dict[tuple[object, ...], GdnPlan] = {}
+        self._stated: set[tuple[object, ...]] = set()
         self._measured: dict[tuple[object, ...], Behaviour] = {}
 
     @property
@@ -31,10 +33,23 @@ class Plans:
         """What was measured, by phase and state dtype."""
         return MappingProxyType({f"{key[0]}, {key[1]}": found for key, found in self._measured.items()})
 
-    def adopt(self, plan: GdnPlan) -> tuple[GdnPlan, bool]:
-        """Widen the plan for calls of this kind by ``plan``; what it is now, and whether that is news."""
-        before = self._plans.get(_plan_key(plan))
-        plan = self._plans[_plan_key(plan)] = widened(before, plan)
+    def adopt(self, plan: GdnPlan, *, stated: bool) -> tuple[GdnPlan, bool]:
+        """Widen the plan for calls of this kind by ``plan``; what it is now, and whether that is news.
+
+        ``stated``: by a user, who knows which slot is null; what covers a call does not say. Raises
+        ``UnsupportedError`` where another user knows otherwise.
+        """
+        key = _plan_key(plan)
+        before = self._plans.get(key)
+        null_slot = plan.null_slot
+        if before is not None:
+            reasons = null_slot_reasons(before, plan) if stated and key in self._stated else ()
+            if reasons:
+                raise UnsupportedError("a second plan for FlashInfer", reasons)
+            null_slot = before.null_slot if null_slot is None else null_slot
+        if stated:
+            self._stated.add(key)
+        plan = self._plans[key] = replace(widened(before, plan), null_slot=null_slot)
         return plan, plan != before
 
     def covering(self, call: StepCall | ExtendCall) -> GdnPlan:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -9,6 +11,7 @@ from qwen35.adapters._kernels.rows import RowOperations
 from qwen35.adapters.flashinfer.mends import fit
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.adapters.flashinfer.steps import backend_of, required
+from qwen35.adapters.flashinfer.workspaces import PrefillWorkspaces
 from qwen35.ports.gdn_calls import CheckpointPlan, ExtendCall, ExtendResult, GdnPlan
 from qwen35.services.scratch import Scratch
 
@@ -25,10 +28,14 @@ class Prefill:
 
     The last block of a sequence is loaded whole and multiplied by zeros past its end, so NaN in the tokens that
     follow would reach it: tokens of padded sequences are copied as zeros.
+
+    Scratch is each stream's own; the kernel's workspaces are the process's, and ``workspaces`` says whose turn it is.
     """
 
-    def __init__(self, kernels: FlashInferKernels, rows: RowOperations, scratch: Scratch) -> None:
-        self._kernels, self._rows, self._scratch = kernels, rows, scratch
+    def __init__(
+        self, kernels: FlashInferKernels, rows: RowOperations, scratch: Scratch, workspaces: PrefillWorkspaces
+    ) -> None:
+        self._kernels, self._rows, self._scratch, self._workspaces = kernels, rows, scratch, workspaces
 
     def run(self, call: ExtendCall, plan: GdnPlan, split: bool) -> ExtendResult:
         """Mutates the written slots and ``call.out``."""
@@ -40,13 +47,15 @@ class Prefill:
         initial, final = self._states(call, plan)
         self._rows.gather_states(call.states, call.slots, call.fresh, initial)
         checkpoints, planned = _checkpoints(call)
-        required("prefill", self._kernels.prefill)(
+        launch = partial(
+            required("prefill", self._kernels.prefill),
             **inputs, scale=call.q.shape[-1] ** -0.5 if call.scale is None else call.scale, initial_state=initial,
             output_final_state=True, use_qk_l2norm_in_kernel=False, output=dense, output_state=final,
             state_checkpoints=checkpoints, checkpoint_cu_starts=None if planned is None else planned.starts,
             checkpoint_every_n_tokens=0 if planned is None else planned.every, use_cp=split,
             **backend_of(self._kernels, "prefill"),
         )  # fmt: skip
+        self._workspaces.run(call.states.device, self._kernels.workspaces, launch)
         self._rows.scatter_states(final, call.states, call.slots, call.write_slots, call.cu_seqlens)
         if plan.may_pad:
             self._rows.zero_ranges(dense, call.cu_seqlens, call.slots)

@@ -64,6 +64,7 @@ class FlashInferKernels:
 
     ``decode``: pool decode. ``mtp``, ``mtp_bf16``: several tokens a row over a float32 or bfloat16 pool.
     ``prefill``: chunked. None: this installation lacks it. ``decode_bf16``: what ``decode`` calls for a bfloat16 pool.
+    ``workspaces``: tensors of the process among which are those of ``prefill``; None where they are not known.
     """
 
     decode: Kernel | None
@@ -72,6 +73,7 @@ class FlashInferKernels:
     prefill: Kernel | None
     decode_bf16: Kernel | None = None
     backend: frozenset[str] = frozenset()
+    workspaces: Mapping[Any, Any] | None = None
 
 
 def report() -> ReleaseReport:
@@ -97,7 +99,8 @@ def load() -> FlashInferKernels:
     backend = frozenset(
         name for name, kernel in taken.items() if kernel and "backend" in inspect.signature(kernel).parameters
     )
-    return FlashInferKernels(**taken, backend=backend)
+    workspaces = vars(import_module("flashinfer.utils")).get("_cache_buf")
+    return FlashInferKernels(**taken, backend=backend, workspaces=workspaces)
 
 
 def _take_shorter() -> Kernel | None:
