@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from engine_compare import say
+from engine_cores import Cores
 from engine_steps import Running, Step
 
 #: Timed after one round that is thrown away.
@@ -102,12 +103,15 @@ class Turns:
             say(f"{tag}: up after {time.monotonic() - self._running[tag].began:.0f} s")
 
     def run(self, measures: Sequence[Measure], rounds: int, deadline: float) -> None:
-        """Every measure of every engine, round after round; whoever was first is last in the next round."""
+        """Every measure of every engine, round after round, on the same cores; whoever was first is last in the next
+        round."""
+        cores = Cores(self._running[name].process.pid for name in self._talks)
         for number in range(rounds + 1):
             names = [name for name in self._running if name in self._talks]
             for measure in measures if names else ():
                 for name in names[number % len(names) :] + names[: number % len(names)]:
                     if name in self._talks and time.monotonic() < deadline:
+                        cores.give(self._running[name].process.pid)
                         self._take(name, measure, number)
 
     def _take(self, name: str, measure: Measure, number: int) -> None:

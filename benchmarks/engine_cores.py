@@ -1,0 +1,81 @@
+"""Cores of their own for the engine that is timed, the same for every engine, so that the host's pace is the same.
+
+Idle engines poll: one that is timed on whatever cores the system finds differs from itself by half at one row.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+PROC = Path("/proc")
+TOPOLOGY = Path("/sys/devices/system/cpu")
+
+
+def by_core(cores: Iterable[int], topology: Path = TOPOLOGY) -> list[int]:
+    """``cores`` by socket and core, so that the two threads of one core are neighbours; as they are where the system
+    does not say."""
+
+    def place(core: int) -> tuple[int, int, int]:
+        where = topology / f"cpu{core}" / "topology"
+        try:
+            return int((where / "physical_package_id").read_text()), int((where / "core_id").read_text()), core
+        except (OSError, ValueError):
+            return 0, core, core
+
+    return sorted(cores, key=place)
+
+
+def halves(cores: Iterable[int]) -> tuple[set[int], set[int]]:
+    """Cores of the engine that is timed, and of the others; both all of them where there is one."""
+    ordered = by_core(cores)
+    half = len(ordered) // 2
+    return (set(ordered[:half]), set(ordered[half:])) if half else (set(ordered), set(ordered))
+
+
+def session(leader: int) -> list[int]:
+    """The processes of the session that ``leader`` began."""
+    found = []
+    for entry in PROC.iterdir():
+        if entry.name.isdigit():
+            try:
+                if os.getsid(int(entry.name)) == leader:
+                    found.append(int(entry.name))
+            except ProcessLookupError:
+                continue
+    return found
+
+
+def move(processes: Iterable[int], cores: set[int]) -> None:
+    """Every thread of ``processes`` runs on ``cores`` from now on."""
+    for process in processes:
+        try:
+            threads = [int(entry.name) for entry in (PROC / str(process) / "task").iterdir()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        for thread in threads:
+            try:
+                os.sched_setaffinity(thread, cores)
+            except ProcessLookupError:
+                continue
+
+
+class Cores:
+    """Gives one of several sessions, by the process that leads it, half of the cores, and the others the rest."""
+
+    def __init__(self, leaders: Iterable[int]) -> None:
+        self._timed, self._others = halves(os.sched_getaffinity(0))
+        self._sessions = {leader: session(leader) for leader in leaders}
+        self._latest: int | None = None
+        for processes in self._sessions.values():
+            move(processes, self._others)
+
+    def give(self, leader: int) -> None:
+        """To ``leader``'s session, taken from the one that had them."""
+        if leader == self._latest:
+            return
+        if self._latest is not None:
+            move(self._sessions[self._latest], self._others)
+        move(self._sessions[leader], self._timed)
+        self._latest = leader
