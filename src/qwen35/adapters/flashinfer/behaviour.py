@@ -8,9 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qwen35.adapters.flashinfer.compiled import UNLIKE, DecodeLayout
 from qwen35.adapters.flashinfer.mends import Behaviour
 from qwen35.adapters.flashinfer.release import FlashInferKernels
-from qwen35.adapters.flashinfer.steps import Step, decode_kernel, run_decode, run_verify
+from qwen35.adapters.flashinfer.steps import PoolDecode, Step, pool_decode, run_decode, run_verify
 from qwen35.domain.errors import UnsupportedError
 from qwen35.ports.gdn_calls import GdnPlan
 
@@ -42,13 +43,47 @@ def _measure_decode(kernels: FlashInferKernels, plan: GdnPlan, batch: int) -> Be
     """A live row (slot 1) and padded ones over a pool of three, with a slot before and behind that are not of it."""
     step, room, slots = _rows(plan, 1, batch, slots=5)
     states = room[1:4]
-    run_decode(decode_kernel(kernels, plan.state_dtype), step, states, read=slots, write=None)
+    decode = pool_decode(kernels, plan.state_dtype)
+    run_decode(decode.launch, step, states, read=slots, write=None)
+    _judge(decode, plan, batch)
     zero = bool((step.out[1:] == 0).all())
     first, others = (bool((part == SENTINEL).all()) for part in (states[0], room[[0, 3, 4]]))
     return Behaviour(
         skips_padding=first and others and zero, finite_softplus=_finite(step.out[0], states[1]),
         borrows_first_slot=others,
     )  # fmt: skip
+
+
+def _judge(decode: PoolDecode, plan: GdnPlan, batch: int) -> None:
+    """Whether the kernel that the function has just launched does the same without it, to the bit."""
+    if decode.compiled is None:
+        return
+    left, right = (_drawn(plan, batch) for _ in range(2))
+    step, states, slots = left
+    found = decode.compiled.find(DecodeLayout.of(step.q, step.v, step.scale, states, split=False))
+    if found is None:
+        return
+    run_decode(decode.launch, step, states, read=slots, write=None)
+    try:
+        run_decode(found.launch, right[0], right[1], read=right[2], write=None)
+        same = all(_same_bits(x, y) for x, y in ((step.out, right[0].out), (states, right[1])))
+    except UNLIKE:
+        same = False
+    decode.compiled.judge(plan.state_dtype, found.family, same)
+
+
+def _drawn(plan: GdnPlan, batch: int) -> tuple[Step, Tensor, Tensor]:
+    """The same random step every time, over a pool of three: rows of slots 1 and 2, the others padded."""
+    step, states, slots = _rows(plan, 1, batch, slots=3)
+    source = torch.Generator(plan.device).manual_seed(0)
+    for tensor in (step.q, step.k, step.v, step.a, step.b, step.A_log, step.dt_bias, states):
+        tensor.normal_(generator=source)
+    slots[:2] = torch.tensor([1, 2], dtype=torch.int32)
+    return step, states, slots
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.view(torch.int8), y.view(torch.int8))
 
 
 def measure_verify(kernels: FlashInferKernels, plan: GdnPlan) -> Behaviour:

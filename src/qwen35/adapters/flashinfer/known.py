@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from qwen35.adapters._kernels.rows import RowOperations
+from qwen35.adapters.flashinfer.compiled import DecodeLayout
 from qwen35.adapters.flashinfer.index_scratch import IndexPlaces
 from qwen35.adapters.flashinfer.mends import ALIGNMENT, SOFTPLUS_LIMIT, Mend
 from qwen35.adapters.flashinfer.parameters import Float32
-from qwen35.adapters.flashinfer.steps import DecodeKernel
+from qwen35.adapters.flashinfer.steps import PoolDecode
 from qwen35.domain.alignment import misalignment
 from qwen35.ports._layout import LayoutCheck, layout_check
 from qwen35.ports.gdn_calls import DecodeCall, RawGates
@@ -28,11 +29,12 @@ class KnownDecode:
     """
 
     def __init__(
-        self, call: DecodeCall, gates: RawGates, mend: Mend, kernel: DecodeKernel, rows: RowOperations,
+        self, call: DecodeCall, gates: RawGates, mend: Mend, kernel: PoolDecode, rows: RowOperations,
         parameters: tuple[Float32, Float32], places: IndexPlaces | None, stream_of: Callable[[torch.device], int],
     ) -> None:  # fmt: skip
         self.branch = mend.branch
-        self._kernel, self._places = kernel, places
+        #: FlashInfer's function, and the kernel that it compiled once that was found.
+        self._kernel, self._compiled, self._places = kernel.launch, kernel.compiled, places
         self._index = rows.kept_index(
             read_padding=mend.read_padding, write_padding=mend.write_padding, limit=SOFTPLUS_LIMIT
         )
@@ -102,9 +104,19 @@ class KnownDecode:
             b, rows = gates.b.unsqueeze(1), out.unsqueeze(1)
             a = gates.a.unsqueeze(1) if clamped is None else clamped
         self._kernel(q, k, v, a, b, A_log, dt_bias, self._scale, rows, call.states, read, write)
+        if self._compiled is not None:
+            self._take_compiled(q, v, call.states, write is not None)
         if zero is not None:
             zero(out, slots, stream)
         return out
+
+    def _take_compiled(self, q: Tensor, v: Tensor, states: Tensor, split: bool) -> None:
+        """From now on launch what FlashInfer's function has just launched, where that can be found."""
+        compiled, self._compiled = self._compiled, None
+        layout = DecodeLayout.of(q, v, self._scale, states, split)
+        found = None if compiled is None else compiled.trusted(layout)
+        if found is not None:
+            self._kernel = found
 
 
 def _tensors(call: DecodeCall, gates: RawGates) -> tuple[Tensor, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 
 from qwen35.adapters._kernels import sources
 from qwen35.adapters._kernels.sources import ReleaseReport, Required, environment_kept
+from qwen35.adapters.flashinfer.compiled import CompiledDecodes, load_compiled
 
 Kernel = Callable[..., Any]
 
@@ -65,6 +66,7 @@ class FlashInferKernels:
     ``decode``: pool decode. ``mtp``, ``mtp_bf16``: several tokens a row over a float32 or bfloat16 pool.
     ``prefill``: chunked. None: this installation lacks it. ``decode_bf16``: what ``decode`` calls for a bfloat16 pool.
     ``workspaces``: tensors of the process among which are those of ``prefill``; None where they are not known.
+    ``compiled``: finds what decode compiled.
     """
 
     decode: Kernel | None
@@ -74,6 +76,7 @@ class FlashInferKernels:
     decode_bf16: Kernel | None = None
     backend: frozenset[str] = frozenset()
     workspaces: Mapping[Any, Any] | None = None
+    compiled: CompiledDecodes | None = None
 
 
 def report() -> ReleaseReport:
@@ -93,6 +96,7 @@ def load() -> FlashInferKernels:
             # The package swallows a failed import and leaves None, to be called later.
             if vars(kernels).get(part) is None:
                 taken[name] = None
+        compiled = load_compiled()
         chunked = [vars(kernels).get(f"chunk_gated_delta_rule_sm{sm}") for sm in (90, 100, 120)]
         if all(kernel is None for kernel in chunked):
             taken["prefill"] = None
@@ -100,7 +104,9 @@ def load() -> FlashInferKernels:
         name for name, kernel in taken.items() if kernel and "backend" in inspect.signature(kernel).parameters
     )
     workspaces = vars(import_module("flashinfer.utils")).get("_cache_buf")
-    return FlashInferKernels(**taken, backend=backend, workspaces=workspaces)
+    return FlashInferKernels(
+        **taken, backend=backend, workspaces=workspaces, compiled=None if taken["decode"] is None else compiled,
+    )  # fmt: skip
 
 
 def _take_shorter() -> Kernel | None:

@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from qwen35.adapters.flashinfer.compiled import CompiledDecodes, DecodeKernel
 from qwen35.adapters.flashinfer.release import FlashInferKernels, Kernel
 from qwen35.domain.errors import UnavailableError
-
-#: q, k, v, a, b, A_log, dt_bias, scale, out, the pool, slots to read, slots to write (None: those that are read).
-DecodeKernel = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor | None], object
-]  # fmt: skip
-
 
 @dataclass(slots=True, kw_only=True)
 class Step:
@@ -60,8 +54,21 @@ def run_verify(kernels: FlashInferKernels, step: Step, states: Tensor, *, read: 
     )  # fmt: skip
 
 
-def decode_kernel(kernels: FlashInferKernels, state_dtype: torch.dtype) -> DecodeKernel:
-    """FlashInfer's decode, T = 1, over pools of ``state_dtype``.
+@dataclass(frozen=True, slots=True)
+class PoolDecode:
+    """FlashInfer's function, and where to look for what it compiled."""
+
+    launch: DecodeKernel
+    compiled: CompiledDecodes | None
+
+
+def pool_decode(kernels: FlashInferKernels, state_dtype: torch.dtype) -> PoolDecode:
+    """FlashInfer's decode, T = 1, over pools of ``state_dtype``."""
+    return PoolDecode(_function_over(kernels, state_dtype), kernels.compiled)
+
+
+def _function_over(kernels: FlashInferKernels, state_dtype: torch.dtype) -> DecodeKernel:
+    """The function over pools of ``state_dtype``.
 
     Over a bfloat16 pool its public function does nothing but look at the arguments, which was done here, and call the
     function of that pool: where the release has that one as we know it, it is called without the detour.

@@ -1,0 +1,175 @@
+"""FlashInfer's compiled decode kernels, launched without what its functions do around them.
+
+For every call these look for the kernel that they compiled, by a key of up to two dozen parts, ask torch for the
+stream, and cut views that the kernel does not read: of 20 to 25 microseconds of the host, half. Of calls that look like
+one that was served, all of that is known. The names used here are private, known from 0.6.18. Where a release lacks one
+of them, or keeps its kernels by other keys, nothing is found; and none is used before ``prepare`` has seen it do
+what the function does, to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qwen35.services.devices import current_stream
+
+#: q, k, v, a, b, A_log, dt_bias, scale, out, the pool, slots to read, slots to write (None: those that are read).
+DecodeKernel = Callable[
+    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Tensor, Tensor, Tensor, Tensor | None], object
+]  # fmt: skip
+
+#: Modules of FlashInfer that keep compiled kernels, by state dtype.
+MODULES = {
+    torch.float32: "flashinfer.gdn_kernels.gdn_decode_pretranspose",
+    torch.bfloat16: "flashinfer.gdn_kernels.gdn_decode_bf16_state",
+}
+#: softplus_beta and softplus_threshold, which FlashInfer's functions pass on as they are.
+_SOFTPLUS = (1.0, 20.0)
+
+#: What a launch that is not the function's may raise: it is then not used.
+UNLIKE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLayout:
+    """What FlashInfer looks for a kernel by. ``split``: states are written to other slots than they are read from."""
+
+    tokens: torch.dtype
+    batch: int
+    key_heads: int
+    value_heads: int
+    width: int
+    scale: float
+    split: bool
+    states: Tensor
+    device: torch.device
+
+    @staticmethod
+    def of(q: Tensor, v: Tensor, scale: float, states: Tensor, split: bool) -> DecodeLayout:
+        """Of a decode with q [B, 1, H, K] and v [B, 1, HV, V]."""
+        batch, _, key_heads, width = q.shape
+        return DecodeLayout(q.dtype, batch, key_heads, v.shape[2], width, scale, split, states, q.device)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """T, H, HV, K, V."""
+        return 1, self.key_heads, self.value_heads, self.width, self.states.shape[2]
+
+
+@dataclass(frozen=True, slots=True)
+class CompiledDecode:
+    """A kernel by the name of its family, and a launch of it that takes what ``DecodeKernel`` does."""
+
+    family: str
+    launch: DecodeKernel
+
+
+class CompiledDecodes:
+    """Finds what FlashInfer compiled. ``modules``: the names of FlashInfer's modules by state dtype."""
+
+    def __init__(self, modules: Mapping[torch.dtype, Mapping[str, Any]]) -> None:
+        self._modules = modules
+        self._trusted: set[tuple[torch.dtype, str]] = set()
+
+    def find(self, layout: DecodeLayout) -> CompiledDecode | None:
+        """The kernel that FlashInfer's function has launched for a call of ``layout``; None where it is not there."""
+        names = self._modules.get(layout.states.dtype)
+        if names is None or layout.tokens != torch.bfloat16:
+            return None
+        try:
+            return _of_float32(names, layout) if layout.states.dtype == torch.float32 else _of_bfloat16(names, layout)
+        except UNLIKE:
+            return None
+
+    def trusted(self, layout: DecodeLayout) -> DecodeKernel | None:
+        """As ``find``, of the families that were seen to do what the function does."""
+        if not self._trusted:
+            return None
+        found = self.find(layout)
+        return found.launch if found is not None and (layout.states.dtype, found.family) in self._trusted else None
+
+    def judge(self, state_dtype: torch.dtype, family: str, same: bool) -> None:
+        """Whether a launch of ``family`` did what the function does: one that did not is never trusted again."""
+        if same:
+            self._trusted.add((state_dtype, family))
+        else:
+            self._modules = {dtype: names for dtype, names in self._modules.items() if dtype != state_dtype}
+            self._trusted = {known for known in self._trusted if known[0] != state_dtype}
+
+
+def load_compiled() -> CompiledDecodes:
+    """Of the FlashInfer that is imported, whose modules import where its decode does."""
+    found: dict[torch.dtype, Mapping[str, Any]] = {}
+    for dtype, name in MODULES.items():
+        try:
+            found[dtype] = vars(import_module(name))
+        except (ImportError, RuntimeError):  # RuntimeError: one of them asks for a GPU when it is imported
+            continue
+    return CompiledDecodes(found)
+
+
+def _of_float32(names: Mapping[str, Any], layout: DecodeLayout) -> CompiledDecode | None:
+    key = (*layout.sizes, torch.bfloat16, layout.scale, True, True, *map(int, layout.states.stride()[1:]))
+    kept = names["_get_compiled_decode_kernel"](*key)
+    kernel, (_, offsets) = kept["compiled"], kept["aux"][layout.batch, layout.device]
+    stream_of = _streams(names, layout.device)
+
+    def launch(
+        q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, _scale: float,
+        out: Tensor, states: Tensor, read: Tensor, write: Tensor | None,
+    ) -> None:  # fmt: skip
+        to = read if write is None else write
+        kernel(states, A_log, a, dt_bias, q, k, v, b, out, read, to, offsets, stream_of())
+
+    return CompiledDecode("pretranspose", launch)
+
+
+def _of_bfloat16(names: Mapping[str, Any], layout: DecodeLayout) -> CompiledDecode | None:
+    tile = names["_select_wide_vec_tile_v"](layout.batch, layout.value_heads)
+    states = layout.states
+    whole = states.is_contiguous()
+    pool = (-1, (-1,)) if whole else (states.shape[0], tuple(map(int, states.stride())))
+    rest = (layout.scale, *_SOFTPLUS, names["_USE_PACKED_FMA"], not layout.split)
+    dtypes = (torch.float32, torch.float32, torch.int32)
+    more: tuple[Tensor, ...] = ()
+    if tile is not None and tile >= 64:
+        family = "wide_vec_t1"
+        key = ("v3_mtp_bf16_tiled_dynB", *layout.sizes, *pool, tile, False, False, True, *rest, dtypes)
+        kept = names["_compiled_kernels_wide_vec"][key]
+    else:
+        family = "mtp_ilp4"
+        tile, rows = names["_get_bf16_mtp_config"](layout.batch, 1, layout.value_heads, states.shape[2])
+        flags = False, False, False, False  # disable_output, and three ways to give steps and slots by token
+        key = ("mtp_bf16_dynB", *layout.sizes, *pool, tile, rows, False, False, True, *rest, *flags, dtypes)
+        kept = names["_compiled_kernels_mtp"][key]
+        unread = kept["defaults_by_B"][layout.batch]
+        more = unread["accepted_steps"], unread["ssm_state_indices"]
+    kernel, stream_of = kept["compiled"], _streams(names, layout.device)
+    # The place of intermediates, which are not written: as FlashInfer passes it, a corner of the pool.
+    corner = torch.empty(states.shape[3], dtype=states.dtype, device=states.device)
+    corner = corner.as_strided((1, 1, 1, states.shape[3]), states.stride())
+
+    def launch(
+        q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, _scale: float,
+        out: Tensor, states: Tensor, read: Tensor, write: Tensor | None,
+    ) -> None:  # fmt: skip
+        to = read if write is None else write
+        kernel(states, corner, A_log, a, dt_bias, q, k, v, b, out, read, to, *more, stream_of())
+
+    return CompiledDecode(family, launch)
+
+
+def _streams(names: Mapping[str, Any], device: torch.device) -> Callable[[], object]:
+    """The current stream of ``device`` as FlashInfer's kernels take it."""
+    make = names["cuda"].CUstream
+
+    def stream() -> object:
+        return make(current_stream(device))
+
+    return stream
