@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashinfer_bed import BF16, F32, HOPPER, HV, Bed, H, W
+from flashinfer_bed import BF16, F32, GEOMETRY, HOPPER, HV, Bed, H, W
 from qwen35.adapters.flashinfer.gated_delta_rule import FlashInferGatedDeltaRule
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import UnsupportedError
@@ -79,6 +79,49 @@ def test_extend_scratch_keeps_its_addresses_from_call_to_call_and_q_and_k_apart(
     held = bed.adapter.scratch_bytes
     bed.adapter.extend(bed.extend([150, 150], [1, 4]))
     assert bed.adapter.scratch_bytes == held, "the plan's tokens fit from the first call on"
+
+
+@pytest.mark.parametrize("state", [F32, BF16])
+def test_an_extend_beyond_the_plan_leaves_decode_as_it_was_prepared(state: torch.dtype) -> None:
+    """Its sequences are no rows of decode: what was measured for 4 rows of 64 heads still holds, and is not asked anew,
+    which would wait for the device and is refused inside capture."""
+    bed = Bed(state, null=0, prepared=False)
+    geometry = replace(GEOMETRY, value_heads=64)
+    bed.adapter.prepare(replace(bed.plan, geometry=geometry, max_batch=4))
+    bed.fake.calls.clear()
+
+    def tokens(*lead: int) -> dict[str, object]:
+        gates = RawGates(a=bed.randn(*lead, 64), b=bed.randn(*lead, 64), A_log=torch.zeros(64), dt_bias=torch.zeros(64))
+        q, k = bed.randn(*lead, H, W), bed.randn(*lead, H, W)
+        return {"q": q, "k": k, "v": bed.randn(*lead, 64, W), "gates": gates}
+
+    pool = bed.randn(22, 64, W, W, dtype=state)
+    slots = torch.arange(1, 21, dtype=torch.int32)
+    prompt = ExtendCall(**tokens(400), states=pool, slots=slots, cu_seqlens=20 * torch.arange(21, dtype=torch.int32))
+    bed.adapter.extend(prompt)
+    bed.adapter.decode(DecodeCall(**tokens(2), states=pool, slots=slots[:2]))
+    assert [name for name, _ in bed.fake.calls] == ["prefill", "decode"]
+    held = bed.adapter.scratch_bytes
+    bed.adapter.extend(prompt)
+    assert bed.adapter.scratch_bytes == held
+
+
+@pytest.mark.parametrize("fit", [True, False], ids=["v dense", "v with gaps"])
+def test_what_follows_a_sequence_in_its_last_block_is_read_as_zero_where_it_is_padding(fit: bool) -> None:
+    """The second's first tokens lie in the block that ends the first: the kernel multiplies them by zero."""
+    bed = Bed(F32)
+    call = bed.extend([65, 31], [2, -1])
+    if not fit:
+        call = replace(call, v=torch.stack([call.v, call.v], dim=1)[:, 0])
+    clean = replace(call, states=call.states.clone())
+    want = bed.adapter.extend(clean).out
+    for name in ("q", "k", "v"):
+        getattr(call, name)[65:] = float("nan")
+    for gate in (call.gates.a, call.gates.b):
+        gate[65:] = float("nan")
+    assert torch.equal(bed.adapter.extend(call).out, want), f"seed {bed.seed}"
+    assert not want[65:].any()
+    assert torch.equal(call.states, clean.states), f"seed {bed.seed}"
 
 
 def test_a_chain_over_float32_writes_the_callers_rows_directly() -> None:

@@ -50,7 +50,7 @@ class TwoOrders:
 
 
 class Prefills(Bed):
-    """A bed whose adapter shares ``workspaces``, and whose prefill makes a larger buffer each time, as for more tokens."""
+    """Its adapter shares ``workspaces``, and its prefill makes a larger buffer each time, as for more tokens."""
 
     def __init__(self, orders: TwoOrders, workspaces: PrefillWorkspaces, kept: dict[Any, Tensor] | None) -> None:
         super().__init__(F32, prepared=False)
@@ -80,10 +80,8 @@ def test_a_prefill_on_another_stream_waits_for_the_latest_of_any_adapter() -> No
     one, other = Prefills(orders, shared, kept), Prefills(orders, shared, kept)
     for bed, stream in ((one, 0), (one, 0), (other, 1), (one, 1), (one, 0)):
         bed.serve(stream)
-    first = [("prefill", 0), ("mark", 0)]
-    assert orders.done == [
-        *first, *first, ("wait", 1, 4), ("prefill", 1), ("mark", 1), ("prefill", 1), ("mark", 1), ("wait", 0, 9), *first,
-    ]  # fmt: skip
+    on_0, on_1 = ([("prefill", stream), ("mark", stream)] for stream in (0, 1))
+    assert orders.done == [*on_0, *on_0, ("wait", 1, 4), *on_1, *on_1, ("wait", 0, 9), *on_0]
 
 
 def test_adapters_share_the_process_s_order_unless_told() -> None:

@@ -27,7 +27,7 @@ from qwen35.adapters.flashinfer.parameters import Float32, float32
 from qwen35.adapters.flashinfer.plans import Plans
 from qwen35.adapters.flashinfer.prefill import Prefill
 from qwen35.adapters.flashinfer.release import FlashInferKernels
-from qwen35.adapters.flashinfer.steps import Step, decode_kernel, run_verify
+from qwen35.adapters.flashinfer.steps import Step, pool_decode, run_verify
 from qwen35.adapters.flashinfer.workspaces import PROCESS, PrefillWorkspaces
 from qwen35.domain.capabilities import Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, ContractError, UnsupportedError
@@ -106,9 +106,9 @@ class FlashInferGatedDeltaRule:
     def prepare(self, plan: GdnPlan) -> None:
         """Fix branches, reserve index scratch, compile decode and verify for the plan's heads. Waits for the device.
 
-        A later plan for the same geometry, dtypes and device widens the one before. Raises ``UnsupportedError`` where it
-        names another null slot than that one, which padded rows of either user would write: one that names none is
-        served where its rows never pad and its write slots are never -1.
+        A later plan for the same geometry, dtypes and device widens the one before. Raises ``UnsupportedError`` where
+        it names another null slot, which padded rows of either user would write. A user who names none beside one who
+        does has no rows that pad, and must pass no write slot -1.
         """
         self._prepare(plan, stated=True)
 
@@ -236,7 +236,7 @@ class FlashInferGatedDeltaRule:
         gates = raw_gates(call)
         parameters = Float32(self._parameters, gates.A_log), Float32(self._parameters, gates.dt_bias)
         known = KnownDecode(
-            call, gates, mend, decode_kernel(self._kernels, call.states.dtype), self._rows, parameters,
+            call, gates, mend, pool_decode(self._kernels, call.states.dtype), self._rows, parameters,
             self._places(call, mend, 1), self._stream_of,
         )  # fmt: skip
         remembered = call.states.is_cuda and not off

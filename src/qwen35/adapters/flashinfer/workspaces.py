@@ -23,10 +23,12 @@ class _Turns:
 
 
 class PrefillWorkspaces:
-    """FlashInfer keeps its prefill's workspaces by name and device, whatever the stream, and puts a larger buffer in the
-    place of one that is too small. So a prefill on another stream than the latest one waits for that, on the device,
-    and buffers that several streams use are held for all of them: the allocator would otherwise give a replaced one to
-    the stream that made it while another still works in it.
+    """Turns of prefills, which are the process's: FlashInfer keeps their workspaces by name and device, whatever the
+    stream, and puts a larger buffer in the place of one that is too small.
+
+    A prefill on another stream than the latest one waits for that, on the device. Buffers that several streams use are
+    held for all of them: the allocator would otherwise give a replaced one to the stream that made it while another
+    still works in it. Not ordered is who calls FlashInfer's prefill beside the adapters.
     """
 
     def __init__(self, streams: Callable[[torch.device], Streams | None] = streams_of) -> None:
