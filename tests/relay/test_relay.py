@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,14 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from torch import Tensor
 
-from qwen35.domain.errors import DeviceError, DtypeError, ShapeError, UnknownNameError, ValueRangeError
+from qwen35.domain.errors import (
+    CaptureError,
+    DeviceError,
+    DtypeError,
+    ShapeError,
+    UnknownNameError,
+    ValueRangeError,
+)
 from qwen35.services.relay import Relay
 
 ROWS = 6
@@ -212,3 +220,100 @@ def test_tensors_of_another_device_are_refused_before_a_buffer_is_made() -> None
     with pytest.raises(DeviceError, match="indices must be on cpu, got meta"):
         relay.stash(index(1).to("meta"), {"topk": elsewhere})
     assert relay.fields == {}
+
+
+class OnGpu(Tensor):
+    """Says that it lies on the second GPU."""
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        return torch.device("cuda", 1)
+
+
+def test_tensors_of_another_gpu_are_refused_before_a_buffer_is_made() -> None:
+    relay = Relay(ROWS, "cuda:0", inside=lambda _: False)
+    with pytest.raises(DeviceError, match="indices must be on cuda:0, got cuda:1"):
+        relay.stash(index(1).as_subclass(OnGpu), {"topk": torch.ones(1, 2).as_subclass(OnGpu)})
+    assert relay.fields == {}
+
+
+def test_a_device_may_be_named_with_its_number_or_without() -> None:
+    for name in ("cpu", "cpu:0", torch.device("cpu")):
+        relay = Relay(ROWS, name)
+        relay.stash(index(1), {"topk": torch.ones(1, 2)})
+        assert relay.gather(index(1))["topk"].tolist() == [[1.0, 1.0]]
+
+
+def test_a_field_that_is_first_carried_inside_capture_is_refused_before_anything_is_written() -> None:
+    captured = [False]
+    relay = Relay(ROWS, "cpu", inside=lambda _: captured[0])
+    relay.stash(index(1), {"topk": torch.ones(1, 2)})
+    captured[0] = True
+    with pytest.raises(CaptureError, match=r"\['probs'\] are first carried inside capture: carry them once before"):
+        relay.stash(index(1), {"topk": torch.zeros(1, 2), "probs": torch.ones(1)})
+    assert set(relay.fields) == {"topk"}
+    assert relay.gather(index(1))["topk"].tolist() == [[1.0, 1.0]]
+    relay.stash(index(1), {"topk": torch.full((1, 2), 2.0)})
+    assert relay.gather(index(1))["topk"].tolist() == [[2.0, 2.0]], "what is known is carried inside capture too"
+    captured[0] = False
+    relay.stash(index(1), {"probs": torch.ones(1)})
+    assert set(relay.fields) == {"topk", "probs"}
+
+
+def test_values_on_a_device_are_read_in_checked_mode_outside_capture_only() -> None:
+    """A meta tensor has no values: whatever reads one fails, as on a GPU it would wait."""
+    rows, payload = index(1, 2).to("meta"), {"topk": torch.ones(2, 3, device="meta")}
+    plain = Relay(ROWS, "meta")
+    plain.stash(rows, payload)
+    assert plain.gather(rows)["topk"].shape == (2, 3)
+    for captured in (True, False):
+        relay = Relay(ROWS, "meta", checked=True, inside=lambda _, now=captured: now)  # type: ignore[misc]
+        with nullcontext() if captured else pytest.raises(RuntimeError, match="meta"):
+            relay.stash(rows, {})
+
+
+def test_checked_mode_leaves_unwritten_rows_alone_inside_capture() -> None:
+    captured = [False]
+    relay = Relay(ROWS, "cpu", checked=True, inside=lambda _: captured[0])
+    relay.stash(index(1), {"topk": torch.ones(1, 2)})
+    with pytest.raises(ValueRangeError, match="read before it was written"):
+        relay.gather(index(2))
+    captured[0] = True
+    assert relay.gather(index(2))["topk"].tolist() == [[0.0, 0.0]]
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_nothing_waits_for_the_device(seed: int) -> None:
+    torch.manual_seed(seed)
+    relay, device = Relay(ROWS, "cuda"), torch.device("cuda")
+    first, second = torch.randn(2, 3, device=device), torch.randn(2, 3, device=device)
+    rows, padded = index(1, 2).to(device), index(2, 0).to(device)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        relay.stash(rows, {"topk": first})
+        relay.stash(padded, {"topk": second, "probs": first})
+        got = relay.gather(rows)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(got["topk"], torch.stack([first[0], second[0]])), f"seed {seed}"
+    assert torch.equal(got["probs"], torch.stack([torch.zeros_like(first[0]), first[0]])), f"seed {seed}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checked", [False, True])
+def test_a_captured_stash_and_gather_see_new_values_at_each_replay(seed: int, checked: bool) -> None:
+    torch.manual_seed(seed)
+    relay, device = Relay(ROWS, "cuda", checked), torch.device("cuda")
+    rows, payload = index(1, 2).to(device), torch.randn(2, 3, device=device)
+    relay.stash(rows, {"topk": payload})
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        relay.stash(rows, {"topk": payload})
+        got = relay.gather(rows)["topk"]
+        with pytest.raises(CaptureError, match="first carried inside capture"):
+            relay.stash(rows, {"probs": payload})
+    for _ in range(2):
+        payload.normal_()
+        graph.replay()
+        assert torch.equal(got, payload), f"seed {seed}"

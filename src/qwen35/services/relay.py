@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from qwen35.domain.errors import CaptureError, DeviceError, DtypeError, ShapeError, UnknownNameError, ValueRangeError
 from qwen35.domain.relay import PADDING_ROW, RelayField, new_fields
+from qwen35.ports._device import with_index
 from qwen35.ports.support import dtype_name
 from qwen35.services.devices import capturing
 
@@ -17,13 +18,17 @@ class Relay:
     """Buffers of ``rows`` rows each, one a field, made when the field is first carried.
 
     Row 0 is the padding row. In ``checked`` mode indices are read from the device, and a row that is read before it
-    was written is an error; otherwise such a row is zero.
+    was written is an error; otherwise such a row is zero. Nothing else waits for the device. "cuda" is the GPU that is
+    current when the relay is made.
     """
 
-    def __init__(self, rows: int, device: torch.device | str, checked: bool = False) -> None:
+    def __init__(
+        self, rows: int, device: torch.device | str, checked: bool = False, *,
+        inside: Callable[[torch.device], bool] = capturing,
+    ) -> None:  # fmt: skip
         if rows < 1:
             raise ValueRangeError(f"rows must be at least 1 (the padding row), got {rows}")
-        self._rows, self._device, self._checked = rows, torch.device(device), checked
+        self._rows, self._device, self._checked, self._inside = rows, with_index(torch.device(device)), checked, inside
         self._fields: dict[str, RelayField] = {}
         self._buffers: dict[str, Tensor] = {}
         self._written: dict[str, Tensor] = {}
@@ -53,7 +58,7 @@ class Relay:
                 raise ShapeError(f"relay field {name!r} must have B = {indices.shape[0]} rows, got {list(rows.shape)}")
         described = {n: RelayField(tuple(t.shape[1:]), dtype_name(t.dtype)) for n, t in payload.items()}
         fresh = new_fields(self._fields, described)
-        if fresh and capturing():
+        if fresh and self._inside(self._device):
             raise CaptureError(f"relay fields {sorted(fresh)} are first carried inside capture: carry them once before")
         if self._reads_values(indices):
             self._check_distinct(indices)
@@ -78,7 +83,7 @@ class Relay:
             if name not in self._fields:
                 raise UnknownNameError("relay field", name, self._fields)
         self._admit(indices)
-        if self._checked and not capturing():
+        if self._checked and not self._inside(self._device):
             live = indices[indices != PADDING_ROW].long()
             for name in names:
                 missing = live[~self._written[name][live]]
@@ -92,7 +97,7 @@ class Relay:
             raise ShapeError(f"indices must be [B], got {list(indices.shape)}")
         if indices.dtype not in (torch.int32, torch.int64):
             raise DtypeError(f"indices must be int32 or int64, got {dtype_name(indices.dtype)}")
-        if indices.device.type != self._device.type:
+        if _place(indices.device) != _place(self._device):
             raise DeviceError(f"indices must be on {self._device}, got {indices.device}")
         if not indices.numel():
             return False
@@ -103,10 +108,15 @@ class Relay:
         return True
 
     def _reads_values(self, indices: Tensor) -> bool:
-        return indices.device.type == "cpu" or (self._checked and not capturing())
+        return indices.device.type == "cpu" or (self._checked and not self._inside(self._device))
 
     def _check_distinct(self, indices: Tensor) -> None:
         live = indices[indices != PADDING_ROW]
         unique, counts = torch.unique(live, return_counts=True)
         if unique.numel() != live.numel():
             raise ValueRangeError(f"indices must be distinct, got {int(unique[counts > 1][0])} more than once")
+
+
+def _place(device: torch.device) -> tuple[str, int]:
+    """What two devices have in common that are one, with their numbers or without."""
+    return device.type, device.index or 0
