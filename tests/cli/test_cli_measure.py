@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -19,7 +20,7 @@ from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import ConfigurationError
 from qwen35.domain.geometry import GdnGeometry, public_geometry
 from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, ExtendResult, VerifyCall
-from qwen35.testing.measure import Method, Timing, copy_bandwidth, relative_error, time_graph
+from qwen35.testing.measure import Method, Timing, copy_bandwidth, relative_error, time_events, time_graph
 from qwen35.testing.probe import oracle_error, probe, run_call
 from qwen35.testing.workload import Layout, Row, choose_sample, live_slots, random_call, random_pool
 
@@ -224,3 +225,21 @@ def test_on_a_gpu_a_copy_is_timed_by_graph_replay_near_the_card_s_bandwidth() ->
     assert torch.equal(source, target)
     ceiling = copy_bandwidth(device)
     assert 0.5 * ceiling < 2 * source.nbytes / (timing.median_us * 1e-6) < 2 * ceiling
+
+
+@pytest.mark.gpu
+def test_an_eager_call_is_timed_without_the_host_s_part_unless_it_waits_for_the_device() -> None:
+    device = torch.device("cuda", 0)
+    x = torch.zeros(1024, device=device)
+
+    def slow_host() -> None:
+        x.add_(1)
+        time.sleep(2e-3)
+        x.add_(1)
+
+    queued = time_events([slow_host], device, repeats=5)
+    assert queued.method is Method.QUEUED
+    assert queued.median_us < 1000, "the host slept 2 ms between two launches"
+    waiting = time_events([lambda: (slow_host(), x.sum().item())], device, repeats=5)
+    assert waiting.method is Method.EVENTS
+    assert waiting.median_us > 2000

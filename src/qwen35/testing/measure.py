@@ -1,7 +1,8 @@
 """Timing that can be trusted: warmed up, cold L2, medians, and a memory ceiling measured in the same run.
 
-On a GPU a call that may be captured is timed by graph replay, any other by events around it; on a CPU by the
-wall clock. Each timing is taken twice: a difference smaller than ``Timing.spread_us`` is noise.
+On a GPU a call that may be captured is timed by graph replay, any other by events around it while the device, which
+slept until all of it was queued, never waits for the host; on a CPU by the wall clock. Each timing is taken twice: a
+difference smaller than ``Timing.spread_us`` is noise.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -27,6 +28,9 @@ MAX_SETS = 256
 WARM_UP = 3
 #: A slow adapter (the reference, the interpreter) gets fewer repeats rather than minutes.
 ROUND_SECONDS = 0.5
+#: Cycles that a device sleeps while a call is queued, about 1 ms on an H200, and how often they are doubled at most.
+SLEEP_CYCLES = 2_000_000
+DOUBLINGS = 5
 #: Bytes copied to find the memory ceiling: far more than any L2, and little enough for a CPU test.
 GPU_COPY_BYTES = 2 * 2**30
 CPU_COPY_BYTES = 64 * 2**20
@@ -38,7 +42,8 @@ class Method(StrEnum):
     """How a time was taken."""
 
     GRAPH = "CUDA graph replay, rotating inputs and slots"
-    EVENTS = "events around one eager call, L2 flushed before it"
+    QUEUED = "events around one eager call, all of it queued before the device begins, L2 flushed before it"
+    EVENTS = "events around one eager call, which waits for the device, L2 flushed before it"
     WALL = "wall clock on the CPU"
 
 
@@ -111,8 +116,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 def time_events(calls: Sequence[Thunk], device: torch.device, repeats: int = 20, rounds: int = 2) -> Timing:
     """Microseconds between events around single eager calls, with the L2 flushed before each.
 
-    The flush keeps the device busy while the host prepares the launch; what the host needs beyond that is in
-    the number, as it is in an eager prefill.
+    The device sleeps until a call is queued whole, so that what is measured is the device's part, as a graph replay
+    measures it. Of a call that waits for the device itself no sleep is long enough: its time holds the host's part.
     """
     flush = _flusher(device)
     with torch.cuda.device(device):
@@ -120,8 +125,40 @@ def time_events(calls: Sequence[Thunk], device: torch.device, repeats: int = 20,
         repeats = _affordable(repeats, _between_events(calls[0]))
         for _ in range(min(WARM_UP, repeats)):
             calls[0]()
-        taken = [[_between_events(calls[i % len(calls)], before=flush) for i in range(repeats)] for _ in range(rounds)]
-    return Timing.of(taken, Method.EVENTS)
+        cycles = _sleep_for(calls)
+        taken = [
+            [_between_events(calls[i % len(calls)], partial(_flush_and_sleep, flush, cycles)) for i in range(repeats)]
+            for _ in range(rounds)
+        ]
+    return Timing.of(taken, Method.QUEUED if cycles else Method.EVENTS)
+
+
+def _sleep_for(calls: Sequence[Thunk]) -> int:
+    """Cycles in which each of ``calls`` can be queued twice over; 0 where one waits for the device."""
+    cycles = SLEEP_CYCLES
+    for _ in range(DOUBLINGS + 1):
+        if all(_is_queued(call, cycles) for call in calls):
+            return 2 * cycles
+        cycles *= 2
+    return 0
+
+
+def _is_queued(call: Thunk, cycles: int) -> bool:
+    """Whether the device still sleeps when all of ``call`` is queued behind it."""
+    awake = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
+    awake.record()
+    call()
+    asleep = not bool(awake.query())  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    return asleep
+
+
+def _flush_and_sleep(flush: Thunk, cycles: int) -> None:
+    flush()
+    if cycles:
+        torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
 
 
 def time_wall(calls: Sequence[Thunk], repeats: int = 20, rounds: int = 2) -> Timing:

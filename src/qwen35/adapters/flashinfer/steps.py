@@ -11,6 +11,7 @@ from qwen35.adapters.flashinfer.compiled import CompiledDecodes, DecodeKernel
 from qwen35.adapters.flashinfer.release import FlashInferKernels, Kernel
 from qwen35.domain.errors import UnavailableError
 
+
 @dataclass(slots=True, kw_only=True)
 class Step:
     """Tensors as FlashInfer shapes them: q, k [B, T, H, K], v, out [B, T, HV, V], a, b [B, T, HV], float32 A_log and
