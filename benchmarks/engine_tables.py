@@ -52,11 +52,16 @@ def parity_table(report: Row) -> str:
     for row in report["drift"]:
         drift.setdefault((row["phase"], row["layer"]), {})[row["against"].removeprefix("recorded-")] = row
     lines += [
-        "", "The same calls of two engines, the first against another: how far apart what they read and returned is.",
+        "", "The same calls of two engines, the first against another: how far apart what they read and returned is. Phases in",
+        "which the first layer read different tokens are left out.",
         "", f"| phase | layer | {' | '.join(f'{other}: v, out' for other in others)} |",
         "| --- " * (len(others) + 2) + "|",
     ]  # fmt: skip
+    first = {phase: layer for phase, layer in sorted(drift, reverse=True)}
+    other_tokens = {phase for phase, layer in first.items() if any(r["v"]["max"] for r in drift[phase, layer].values())}
     for (phase, layer), by in sorted(drift.items()):
+        if phase in other_tokens:
+            continue
         cells = (f"{by[o]['v']['median']:.1e}, {by[o]['out']['median']:.1e}" if o in by else "" for o in others)
         lines.append(f"| {phase} | {layer} | {' | '.join(cells)} |")
     return "\n".join(lines)

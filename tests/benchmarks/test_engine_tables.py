@@ -46,9 +46,13 @@ def test_parity_shows_errors_by_adapter_and_drift_by_layer() -> None:
         {"phase": "extend", "layer": layer, "who": "triton", "calls": 2, "out": figures(at), "states": figures(at / 2)}
         for layer, at in ((0, 0.001), (1, 0.003))
     ]
-    drift = [{"against": "recorded-fi", "phase": "extend", "layer": 1, "v": figures(0.01), "out": figures(0.02)}]
+    drift = [
+        {"against": "recorded-fi", "phase": phase, "layer": layer, "v": figures(v), "out": figures(0.02)}
+        for phase, layer, v in (("extend", 0, 0.0), ("extend", 1, 0.01), ("decode", 0, 0.9), ("decode", 1, 0.8))
+    ]
     table = parity_table({**USED, "tokens": [3, 7], "error": error, "refused": {"fi": "no"}, "drift": drift})
     rows = cells(table)
     assert ["extend", "triton", "4", "2.0e-03, 6.0e-03", "1.0e-03, 3.0e-03"] in rows
     assert ["extend", "1", "1.0e-02, 2.0e-02"] in rows
+    assert not any(row[:2] == ["decode", "1"] for row in rows), "those engines were given different tokens"
     assert "refused by fi: no" in table
