@@ -9,19 +9,23 @@ import pytest
 import torch
 from finalize_fakes import FakeFusion, Meeting, signature
 from finalize_services import FACTS, adapters, case, service
+from torch import Tensor
 
 from qwen35.adapters.reference.finalize_fusion import ReferenceFinalizeFusion
 from qwen35.domain.errors import (
     AgreementError,
     ClosedError,
     ContractError,
+    DeviceError,
     DtypeError,
     HandoffError,
+    LayoutError,
     ShapeError,
     UnsupportedError,
     ValueRangeError,
 )
 from qwen35.domain.finalize_policy import Decision
+from qwen35.ports.finalize_fusion import NormAndResidual
 from qwen35.services.counters import Counters
 from qwen35.services.finalize_agreement import Agreements
 from qwen35.services.finalize_fusion import FinalizeService, gemma_gamma
@@ -49,8 +53,12 @@ def test_a_handoff_has_one_way_on() -> None:
     (_, plain), (_, with_addition) = fake.made[0].calls
     assert torch.equal(plain, residual)
     assert torch.equal(with_addition, residual + added)
-    with pytest.raises(ShapeError, match="post_residual_addition"):
-        ready.finalize(handoff, residual, gamma, post_residual_addition=added[:1])
+    for addition, error in ((added[:1], ShapeError), (added.double(), DtypeError), (1.0, ContractError)):
+        with pytest.raises(error, match="post_residual_addition"):
+            ready.finalize(handoff, residual, gamma, post_residual_addition=addition)
+    with pytest.raises(DtypeError, match="residual must be float32"):
+        ready.finalize(handoff, residual.double(), gamma, post_residual_addition=added)
+    assert len(fake.made[0].calls) == 2
 
 
 @pytest.mark.row("B10")
@@ -133,6 +141,58 @@ def no_tensor(each: FinalizeService, c: FinalizeCase) -> None:
     each.all_reduce(None, c.residual(), c.gamma())  # type: ignore[arg-type]
 
 
+def adding(change: Any) -> Any:
+    """A residual that brings an addition which ``change`` made of one that would do."""
+
+    def call(each: FinalizeService, c: FinalizeCase) -> None:
+        each.finalize(c.handoff(1), c.residual(), c.gamma(), post_residual_addition=change(c.residual()))
+
+    return call
+
+
+def with_handoff(**changes: Any) -> Any:
+    """A handoff with fields of other types."""
+
+    def call(each: FinalizeService, c: FinalizeCase) -> None:
+        each.finalize(replace(c.handoff(1), **changes), c.residual(), c.gamma())
+
+    return call
+
+
+def into(out: Any) -> Any:
+    """Buffers for results that are none."""
+
+    def call(each: FinalizeService, c: FinalizeCase) -> None:
+        each.finalize(c.handoff(1), c.residual(), c.gamma(), out=out)
+
+    return call
+
+
+def consuming(handoff: Any) -> Any:
+    """No handoff, and no residual either."""
+
+    def call(each: FinalizeService, c: FinalizeCase) -> None:
+        each.consume(handoff, None, c.gamma(), Decision(True))
+
+    return call
+
+
+def undecided(each: FinalizeService, c: FinalizeCase) -> None:
+    each.consume(c.handoff(1), c.residual(), c.gamma(), None)  # type: ignore[arg-type]
+
+
+class OddOut(NormAndResidual):
+    """What no check foresees: looked at, it fails in its own way."""
+
+    def __init__(self) -> None:
+        """Holds nothing."""
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == "norm":
+            raise OSError("the buffer is on fire")
+        return super().__getattribute__(name)
+
+
 def destroyed(each: FinalizeService, c: FinalizeCase) -> None:
     each.workspace.destroy()
     each.finalize(c.handoff(1), c.residual(), c.gamma())
@@ -148,6 +208,27 @@ def destroyed(each: FinalizeService, c: FinalizeCase) -> None:
         (other_gamma, DtypeError, "gamma must be float32"), (past_the_workspace, ValueRangeError, "m must be in 1..32"),
         (destroyed, ClosedError, "destroyed"), (no_handoff, HandoffError, "requires a FinalizeHandoff, got Tensor"),
         (no_tensor, ContractError, "local must be a tensor, got NoneType"),
+        (adding(Tensor.double), DtypeError, "post_residual_addition must be float32, got float64"),
+        (adding(Tensor.bfloat16), DtypeError, "post_residual_addition must be float32, got bfloat16"),
+        (adding(lambda t: t.to("meta")), DeviceError, "post_residual_addition must be on the workspace"),
+        (adding(lambda t: t.t().contiguous().t()), LayoutError, "post_residual_addition must be contiguous"),
+        (adding(lambda _: 1.0), ContractError, "post_residual_addition must be a tensor, got float"),
+        (with_handoff(routed_output=None), DtypeError, "routed_output must be a torch.Tensor, got NoneType"),
+        (with_handoff(expert_weights=None), DtypeError, "expert_weights must be a torch.Tensor, got NoneType"),
+        (with_handoff(expert_weights=[1.0]), DtypeError, "expert_weights must be a torch.Tensor, got list"),
+        (with_handoff(permuted_indices=3), DtypeError, "permuted_indices must be a torch.Tensor, got int"),
+        (with_handoff(gated_shared_output=1.0), DtypeError, "gated_shared_output must be a torch.Tensor, got float"),
+        (with_handoff(m=None), ContractError, "m must be an int, got NoneType"),
+        (with_handoff(m="3"), ContractError, "m must be an int, got str"),
+        (with_handoff(m=3.0), ContractError, "m must be an int, got float"),
+        (with_handoff(m=True), ContractError, "m must be an int, got bool"),
+        (with_handoff(m=[3]), ContractError, "m must be an int, got list"),
+        (into((torch.zeros(3, 16),) * 2), ContractError, "out must be a NormAndResidual or None, got tuple"),
+        (into(3), ContractError, "out must be a NormAndResidual or None, got int"),
+        (into(OddOut()), OSError, "the buffer is on fire"),
+        (consuming(None), HandoffError, "requires a FinalizeHandoff, got NoneType"),
+        (consuming(torch.zeros(3, 16)), HandoffError, "requires a FinalizeHandoff, got Tensor"),
+        (undecided, HandoffError, "requires a Decision, got NoneType"),
     ],
 )  # fmt: skip
 def test_checked_mode_leaves_no_rank_waiting_for_one_that_cannot_call(

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from qwen35.domain.capabilities import Support
-from qwen35.domain.errors import DeviceError, DtypeError, LayoutError, ValueRangeError
+from qwen35.domain.errors import ContractError, DeviceError, DtypeError, LayoutError, ValueRangeError
 from qwen35.domain.finalize import FinalizeHandoff
 from qwen35.domain.finalize_capabilities import FusionCapabilities
 from qwen35.domain.finalize_signature import WorkspaceSignature
@@ -60,12 +60,13 @@ def check_finalize(
 ) -> None:  # fmt: skip
     """Raise a ``ContractError`` where the call does not meet the contract.
 
-    In this order: m, the widths of routed output, weights and indices, their dtypes, the shared output, the
-    residual, gamma, ``out``; then contiguity and alignment. ``values`` reads the indices too.
+    In this order: m, that the handoff's parts are tensors, the widths of routed output, weights and indices, their
+    dtypes, the shared output, the residual, gamma, ``out``; then contiguity and alignment. ``values`` reads the indices
+    too.
     """
     _tokens(signature, handoff.m)
-    handoff.check_routed(hidden=signature.hidden, top_k=signature.top_k)
     routed, weights, indices, shared = handoff_tensors(handoff)
+    handoff.check_routed(hidden=signature.hidden, top_k=signature.top_k)
     own = torch_dtype(signature.dtype)
     check.dtype("routed_output", routed, (own,))
     check.dtype("expert_weights", weights, WEIGHT_DTYPES)
@@ -100,12 +101,24 @@ def check_all_reduce(
     _apart(out, matrices)
 
 
+def check_addition(signature: WorkspaceSignature, m: int, addition: Tensor | None) -> None:
+    """Raise a ``ContractError`` where ``addition`` is neither None nor like a residual of ``m`` rows."""
+    if addition is None:
+        return
+    name = "post_residual_addition"
+    check.shape(name, addition, (m, signature.hidden), "[m, D], like the residual,")
+    check.dtype(name, addition, (torch_dtype(signature.dtype),))
+    _dense(name, addition, addition.element_size(), signature)
+
+
 def check_indices(indices: Tensor, rows: int) -> None:
     """Every index is -1 or a row of the routed output. Reads the values."""
     check.in_range("permuted_indices", indices, -1, rows, "-1 or a row of routed_output")
 
 
-def _tokens(signature: WorkspaceSignature, m: int) -> None:
+def _tokens(signature: WorkspaceSignature, m: object) -> None:
+    if not isinstance(m, int) or isinstance(m, bool):
+        raise ContractError(f"m must be an int, got {type(m).__name__}")
     if not 1 <= m <= signature.max_m:
         raise ValueRangeError(f"m must be in 1..{signature.max_m} (the workspace's max_m), got {m}")
 
@@ -126,6 +139,8 @@ def _norm_operands(
     check.dtype("gamma", gamma, (own,))
     named = [("residual", residual), ("gamma", gamma)]
     if out is not None:
+        if not isinstance(out, NormAndResidual):
+            raise ContractError(f"out must be a NormAndResidual or None, got {type(out).__name__}")
         named += [("out.norm", out.norm), ("out.residual", out.residual)]
         for name, buffer in named[2:]:
             check.shape(name, buffer, shape, "[m, D]")

@@ -18,14 +18,13 @@ from qwen35.domain.errors import (
     HandoffError,
     NotPreparedError,
     Qwen35Error,
-    ShapeError,
     UnsupportedError,
 )
 from qwen35.domain.finalize import FinalizeHandoff
 from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities
 from qwen35.domain.finalize_policy import Decision
 from qwen35.domain.finalize_signature import WorkspaceSignature
-from qwen35.ports.finalize_checks import check_all_reduce, check_finalize
+from qwen35.ports.finalize_checks import check_addition, check_all_reduce, check_finalize
 from qwen35.ports.finalize_fusion import FusionWorkspace, NormAndResidual
 from qwen35.services.counters import Counters
 from qwen35.services.devices import capturing
@@ -127,20 +126,24 @@ class FinalizeService:
     ) -> NormAndResidual:  # fmt: skip
         """Finalize, sum over ranks, add the residual, norm. See ``FusionWorkspace.finalize``.
 
-        ``post_residual_addition`` [m, D] is added to the residual first, so both results see it.
+        ``post_residual_addition`` [m, D], of the residual's dtype and device, is added to it first, so both results
+        see it.
         """
         workspace = self.workspace
 
         def check() -> tuple[str, ...]:
             _check_handoff(handoff)
             check_finalize(workspace.signature, handoff, residual, gamma, out, values=True)
-            _check_addition(residual, post_residual_addition)
+            check_addition(workspace.signature, handoff.m, post_residual_addition)
             can: FusionCapabilities = self._adapters.adapter(PORT, workspace.adapter).capabilities
             return (*workspace.supports(handoff.m).reasons, *can.against(handoff))
 
-        self._agree_on_call("finalize", handoff.m if isinstance(handoff, FinalizeHandoff) else 0, check)
+        self._agree_on_call("finalize", _tokens_of(handoff), check)
         _check_handoff(handoff)
-        _check_addition(residual, post_residual_addition)
+        if post_residual_addition is not None:
+            # What is added to is checked before it is: the workspace sees the sum only.
+            check_finalize(workspace.signature, handoff, residual, gamma, out)
+            check_addition(workspace.signature, handoff.m, post_residual_addition)
         total = residual if post_residual_addition is None else residual + post_residual_addition
         return self._serve("finalize", lambda: workspace.finalize(handoff, total, gamma, out))
 
@@ -171,13 +174,15 @@ class FinalizeService:
     ) -> NormAndResidual:  # fmt: skip
         """The norm that meets a handoff, a layer's input norm or the final one.
 
-        Raises ``HandoffError`` where ``decision`` is against it, or the residual or the Gemma-style gamma is
-        missing: a handoff has no other way on.
+        Raises ``HandoffError`` where it is none, ``decision`` is against it, or the residual or the Gemma-style gamma
+        is missing: a handoff has no other way on.
         """
-        if decision.eligible and residual is not None and gamma is not None:
+        refusal = _refusal(handoff, decision, residual, gamma)
+        if refusal is None:
+            assert residual is not None
+            assert gamma is not None
             return self.finalize(handoff, residual, gamma, post_residual_addition=post_residual_addition)
-        refusal = _refusal(decision, residual)
-        self._agree_on_call("finalize", handoff.m, partial(_raise, refusal))
+        self._agree_on_call("finalize", _tokens_of(handoff), partial(_raise, refusal))
         raise refusal
 
     def close(self) -> None:
@@ -191,19 +196,20 @@ class FinalizeService:
 
         ``check`` raises where the call breaks the contract, and returns what the adapter has against a legal one: with
         that every rank refuses alike (``UnsupportedError``), so that all may take the same other way. An own error
-        that not every rank has, or not in the same call, is raised with an ``AgreementError`` as its cause.
+        that not every rank has, or not in the same call, is raised with an ``AgreementError`` as its cause. Whatever
+        it raises the others hear.
         """
         if not self._checked or self._agreement is None or capturing():
             return
-        error: Qwen35Error | None = None
+        error: Exception | None = None
         refused: tuple[str, ...] = ()
         try:
             if self._workspace is not None and not usable(self._workspace):
                 raise ClosedError("the fusion workspace is destroyed; prepare a new one")
             refused = check()
-        except Qwen35Error as exc:
+        except Exception as exc:  # noqa: BLE001 - arguments may be anything; unheard, it leaves the others waiting
             error = exc
-        said: list[_Said] = self._agreement.exchange(_Said(call, m, _kind(error), str(error or ""), refused))
+        said: list[_Said] = self._agreement.exchange(_Said(call, m, _kind(error), _text(error), refused))
         reasons = [f"rank {rank}: {one.error}" for rank, one in enumerate(said) if one.kind is not None]
         if len({(one.call, one.m) for one in said}) > 1:
             reasons += [f"rank {rank} calls {one.call} with m = {one.m}" for rank, one in enumerate(said)]
@@ -236,32 +242,48 @@ class _Said(NamedTuple):
     refused: tuple[str, ...]
 
 
-def _kind(error: Qwen35Error | None) -> str | None:
+def _kind(error: Exception | None) -> str | None:
     """The same for errors of which a caller makes the same."""
     if error is None:
         return None
     return ContractError.__name__ if isinstance(error, ContractError) else type(error).__name__
 
 
+def _text(error: Exception | None) -> str:
+    """What the others hear: of an error that is not ours its type too, without which its text may say nothing."""
+    if error is None:
+        return ""
+    return str(error) if isinstance(error, Qwen35Error) else f"{type(error).__name__}: {error}"
+
+
+def _tokens_of(handoff: object) -> int:
+    """``m`` for the other ranks, 0 where there is none: only a plain number is sent."""
+    m: object = handoff.m if isinstance(handoff, FinalizeHandoff) else 0
+    return m if type(m) is int else 0
+
+
 def _check_handoff(handoff: object) -> None:
     if not isinstance(handoff, FinalizeHandoff):
-        raise HandoffError(f"finalize requires a FinalizeHandoff, got {type(handoff).__name__}")
+        raise _no_handoff(handoff)
 
 
-def _check_addition(residual: Tensor, addition: Tensor | None) -> None:
-    if addition is not None and addition.shape != residual.shape:
-        raise ShapeError(
-            f"post_residual_addition must be [m, D] = {list(residual.shape)} like the residual, "
-            f"got {list(addition.shape)}"
-        )
+def _no_handoff(came: object) -> HandoffError:
+    return HandoffError(f"finalize requires a FinalizeHandoff, got {type(came).__name__}")
 
 
-def _refusal(decision: Decision, residual: Tensor | None) -> HandoffError:
+def _refusal(handoff: object, decision: object, residual: object, gamma: object) -> HandoffError | None:
+    """Why a handoff cannot be consumed, if so."""
+    if not isinstance(handoff, FinalizeHandoff):
+        return _no_handoff(handoff)
+    if not isinstance(decision, Decision):
+        return HandoffError(f"a finalize handoff requires a Decision, got {type(decision).__name__}")
     if not decision.eligible:
         return HandoffError(f"a finalize handoff came on an ineligible path: {'; '.join(decision.reasons)}")
     if residual is None:
         return HandoffError("a finalize handoff requires a residual, got None")
-    return HandoffError("a finalize handoff requires a norm with a Gemma-style weight, got none")
+    if gamma is None:
+        return HandoffError("a finalize handoff requires a norm with a Gemma-style weight, got none")
+    return None
 
 
 def _raise(error: HandoffError) -> NoReturn:
