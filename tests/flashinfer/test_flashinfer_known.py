@@ -195,7 +195,7 @@ def test_log_gates_are_refused_after_raw_ones_were_seen() -> None:
     call = known(bed, [4, 2])
     bad = replace(call, gates=LogGates(g=torch.zeros(2, HV), beta=torch.zeros(2, HV)))
     assert bed.adapter.decode_known(bad) is None
-    with pytest.raises(Qwen35Error, match="gates require raw"):
+    with pytest.raises(Qwen35Error, match="decode gates require raw, got log"):
         bed.adapter.decode(bad)
     assert not bed.fake.calls
 

@@ -10,8 +10,9 @@ import torch
 
 from fake_flashinfer import FakeFlashInfer
 from flashinfer_bed import BF16, F32, HOPPER, HV, Bed, W
+from qwen35.adapters.flashinfer.entries import MIN_COMPUTE_CAPABILITY
 from qwen35.adapters.flashinfer.gated_delta_rule import FlashInferGatedDeltaRule
-from qwen35.domain.capabilities import Phase
+from qwen35.domain.capabilities import GateKind, Phase
 from qwen35.domain.errors import UnavailableError
 from qwen35.ports.adapter import AdapterOptions
 from qwen35.ports.gated_delta_rule import (
@@ -254,6 +255,21 @@ def test_what_cannot_be_honoured_is_refused_with_its_reason() -> None:
     assert "slot stride" in bed.refusal(bed.decode([1], states=padded))
 
 
+@pytest.mark.parametrize("phase", [Phase.DECODE, Phase.EXTEND, Phase.VERIFY])
+@pytest.mark.parametrize("kind", list(GateKind))
+def test_gates_are_taken_as_stated_for_each_phase(phase: Phase, kind: GateKind) -> None:
+    bed = Bed(F32)
+    made = {Phase.DECODE: lambda: bed.decode([1, 2]), Phase.EXTEND: lambda: bed.extend([3], [1]),
+            Phase.VERIFY: lambda: bed.verify([1, 2])}[phase]()  # fmt: skip
+    lead = made.q.shape[:-2]
+    log = LogGates(g=torch.zeros(*lead, HV), beta=torch.ones(*lead, HV))
+    stated = kind in bed.adapter.capabilities.gates_of(phase)
+    assert stated == (kind is GateKind.RAW or phase is Phase.EXTEND)
+    support = bed.adapter.supports(replace(made, gates=log) if kind is GateKind.LOG else made)
+    assert support.ok == stated
+    assert stated or support.reasons == (f"{phase} gates require raw, got log",)
+
+
 @pytest.mark.case("C10")
 @pytest.mark.case("C15")
 @pytest.mark.row("D19")
@@ -275,6 +291,7 @@ def test_missing_kernels_are_refused_when_the_adapter_is_made() -> None:
             FlashInferGatedDeltaRule(fake.kernels(**{name: None}), TorchRows(), HOPPER, AdapterOptions())
     only_float32 = FlashInferGatedDeltaRule(fake.kernels(mtp_bf16=None), TorchRows(), HOPPER, AdapterOptions())
     assert only_float32.capabilities.state_dtypes == frozenset({"float32"})
+    assert only_float32.capabilities.min_compute_capability == MIN_COMPUTE_CAPABILITY
     thor = replace(HOPPER, compute_capability=(11, 0))
     offered = FlashInferGatedDeltaRule(fake.kernels(), TorchRows(), thor, AdapterOptions()).capabilities.phases
     assert offered == frozenset({Phase.DECODE, Phase.COMMIT})

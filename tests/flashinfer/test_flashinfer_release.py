@@ -6,13 +6,18 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from qwen35.adapters._kernels.sources import missing_names
+from qwen35.adapters.flashinfer import entries as flashinfer_entries
 from qwen35.adapters.flashinfer import release
 from qwen35.adapters.flashinfer.entries import GATED_DELTA_RULE, probe
+from qwen35.adapters.sglang import entries as sglang_entries
+from qwen35.adapters.triton import entries as triton_entries
 from qwen35.domain.platform import Platform
 
 HOPPER = Platform(device="cuda:0", device_name="H200", compute_capability=(9, 0), multiprocessors=132)
@@ -88,12 +93,16 @@ from qwen35.adapters.flashinfer.release import DECLARED_ENVIRONMENT, load
 kernels = load()
 after = {k: v for k, v in os.environ.items() if k not in DECLARED_ENVIRONMENT}
 taken = {name: getattr(kernels, name) is not None for name in ("decode", "mtp", "prefill")}
+from flashinfer.utils import _get_cache_buf
+buffer = _get_cache_buf("qwen35 asks for one", 8, __import__("torch").device("cpu"))
 print(json.dumps({
     "same": {k: v for k, v in before.items() if k not in DECLARED_ENVIRONMENT} == after, "taken": taken,
+    "workspaces": any(kept is buffer for kept in kernels.workspaces.values()),
 }))
 """)
     assert answer["same"]
     assert answer["taken"] == {"decode": True, "mtp": True, "prefill": True}
+    assert answer["workspaces"], "a second stream's prefills need what FlashInfer keeps"
 
 
 @pytest.mark.row("D26")
@@ -105,6 +114,27 @@ def test_a_lacking_package_is_a_reason_and_never_an_exception(monkeypatch: pytes
     support = probe(HOPPER)
     assert not support
     assert any(reason.startswith("unavailable: missing flashinfer") for reason in support.reasons), support.reasons
+
+
+@pytest.mark.row("D26")
+@pytest.mark.parametrize("name", ["cutlass", "flashinfer"])
+def test_a_package_that_does_not_say_where_it_is_is_missing(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As a module has it that a test or a vendor put into ``sys.modules``."""
+    empty = ModuleType(name)
+    assert empty.__spec__ is None
+    monkeypatch.setitem(sys.modules, name, empty)
+    assert name in release.report().missing
+    assert any(f"missing {name}" in reason for reason in probe(HOPPER).reasons)
+
+
+@pytest.mark.parametrize("kind", [flashinfer_entries, sglang_entries, triton_entries])
+def test_an_older_gpu_than_stated_is_refused_by_the_number_stated(kind: ModuleType) -> None:
+    major, minor = kind.MIN_COMPUTE_CAPABILITY
+    old = replace(HOPPER, compute_capability=(major - 1, 9))
+    reasons = "; ".join(kind.probe(old).reasons)
+    assert f"compute capability requires at least {major}.{minor}, got {major - 1}.9" in reasons
+    at_least = kind.probe(replace(HOPPER, compute_capability=(major, minor))).reasons
+    assert not [reason for reason in at_least if "compute capability" in reason]
 
 
 def write(folder: Path, **changes: tuple[str, ...]) -> Path:

@@ -16,11 +16,11 @@ from fake_sglang import FakeSGLang
 from qwen35.adapters.sglang.driven_kernels import report
 from qwen35.adapters.sglang.entries import probe
 from qwen35.adapters.sglang.gated_delta_rule import SGLangGatedDeltaRule
-from qwen35.domain.capabilities import Clause
+from qwen35.domain.capabilities import Clause, GateKind, Phase
 from qwen35.domain.errors import UnsupportedError
 from qwen35.domain.geometry import GdnGeometry
 from qwen35.domain.platform import Platform
-from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, GdnPlan, RawGates, VerifyCall
+from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, GdnPlan, LogGates, RawGates, VerifyCall
 from qwen35.testing.conformance import LawStatus, iter_laws
 from qwen35.testing.limits import Profile, limits_for
 from torch_rows import TorchRows
@@ -28,7 +28,21 @@ from torch_rows import TorchRows
 CPU = Platform(device="cpu", device_name="CPU")
 HOPPER = Platform(device="cuda:0", device_name="H200", compute_capability=(9, 0), multiprocessors=132)
 H, HV, W = 1, 2, 128
+PLAN = GdnPlan(
+    geometry=GdnGeometry(key_heads=H, value_heads=HV, key_width=W, value_width=W), state_dtype=torch.float32,
+    device=torch.device("cpu"), max_batch=3, max_tokens=8, max_draft=2,
+)  # fmt: skip
 installed = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="SGLang is not installed")
+
+
+class Counted(torch.Tensor):
+    """Counts how often values of a tensor, or of one made from it, are read on the host."""
+
+    reads = 0
+
+    def tolist(self) -> list[object]:
+        Counted.reads += 1
+        return super().tolist()
 
 
 class Bed:
@@ -96,6 +110,95 @@ def test_tensors_that_an_allocator_put_side_by_side_are_not_taken_for_one_projec
     assert torch.equal(bed.adapter.decode(replace(call, q=q, k=k, v=v)), want), f"seed {bed.seed}"
 
 
+def test_columns_of_one_buffer_with_another_pitch_or_order_are_packed() -> None:
+    bed = Bed()
+    call = DecodeCall(**bed.tokens(3), slots=slots(2, -1, 0))
+    want = bed.adapter.decode(replace(call, states=call.states.clone()))
+    turned = torch.cat([call.k.flatten(1), call.q.flatten(1), call.v.flatten(1)], dim=1)
+    k, q, v = turned.split([H * W, H * W, HV * W], dim=1)
+    views = {"q": q.unflatten(1, (H, W)), "k": k.unflatten(1, (H, W)), "v": v.unflatten(1, (HV, W))}
+    assert torch.equal(bed.adapter.decode(replace(call, **views)), want), f"seed {bed.seed}"
+
+
+def test_decode_takes_no_more_than_the_plan_reserved_whatever_the_layout() -> None:
+    """Inside capture nothing is made: what a layout needs lies ready."""
+    bed = Bed()
+    bed.adapter.prepare(PLAN)
+    bound, ready = bed.adapter.scratch_bound, bed.adapter.scratch_bytes
+    call = DecodeCall(**bed.tokens(3), slots=slots(2, -1, 0))
+    gaps = torch.full((3, HV, W + 8), float("nan"), dtype=torch.bfloat16)[..., :W]
+    apart = replace(call, k=call.k.clone(), states=call.states.clone(), out=gaps)
+    want = bed.adapter.decode(call)
+    assert bed.adapter.scratch_bytes == ready, "one projection, dense output: nothing is taken"
+    for _ in range(2):
+        apart.states.copy_(bed.randn(*apart.states.shape, dtype=torch.float32))
+        bed.adapter.decode(apart)
+    mixed, out = (3 * heads * W * torch.bfloat16.itemsize for heads in (2 * H + HV, HV))
+    assert bed.adapter.scratch_bytes == ready + mixed + out
+    assert bed.adapter.scratch_bound == bound
+    addresses = {seen["out"].data_ptr() for name, seen in bed.fake.calls[1:] if name == "packed_decode"}
+    assert len(addresses) == 1, "the same scratch"
+    assert want.shape == gaps.shape
+
+
+def test_an_output_with_gaps_gets_what_a_dense_one_gets() -> None:
+    bed = Bed()
+    call = DecodeCall(**bed.tokens(3), slots=slots(2, -1, 0))
+    gaps = torch.full((3, HV, W + 8), float("nan"), dtype=torch.bfloat16)
+    given = replace(call, states=call.states.clone(), out=gaps[..., :W])
+    want = bed.adapter.decode(call)
+    assert bed.adapter.decode(given) is given.out
+    assert torch.equal(given.out, want), f"seed {bed.seed}"
+    assert bool(torch.isnan(gaps[..., W:]).all())
+
+
+def test_lengths_that_the_host_gives_are_not_read_from_the_device() -> None:
+    bed = Bed()
+    reads = []
+    for lengths in (None, (2, 0, 3)):
+        offsets = torch.tensor([0, 2, 2, 5]).as_subclass(Counted)
+        call = ExtendCall(
+            **bed.tokens(5), slots=slots(1, 2, 4), cu_seqlens=offsets, seq_lens_host=lengths,
+        )  # fmt: skip
+        Counted.reads = 0
+        bed.adapter.extend(call)
+        reads.append(Counted.reads)
+    assert reads[1] == reads[0] - 1
+
+
+def test_an_extend_beyond_the_plan_leaves_the_scratch_of_decode_where_it_is() -> None:
+    bed = Bed()
+    bed.adapter.prepare(replace(PLAN, max_batch=2))
+    call = DecodeCall(**bed.tokens(2), slots=slots(2, 1))
+    call = replace(call, k=call.k.clone())
+    bed.adapter.decode(call)
+    prompt = ExtendCall(**bed.tokens(8), slots=slots(1, 2, 3, 4), cu_seqlens=torch.tensor([0, 2, 4, 6, 8]))
+    bed.adapter.extend(prompt)
+    bed.adapter.decode(call)
+    first, second = (seen["mixed_qkv"] for name, seen in bed.fake.calls if name == "packed_decode")
+    assert first.data_ptr() == second.data_ptr()
+
+
+@pytest.mark.parametrize("phase", [Phase.DECODE, Phase.EXTEND, Phase.VERIFY])
+@pytest.mark.parametrize("kind", list(GateKind))
+def test_gates_are_taken_as_stated_for_each_phase(phase: Phase, kind: GateKind) -> None:
+    bed = Bed()
+    lead = (1, 2) if phase is Phase.VERIFY else (2,)
+    parts = bed.tokens(*lead)
+    if kind is GateKind.LOG:
+        parts["gates"] = LogGates(g=torch.zeros(*lead, HV), beta=torch.ones(*lead, HV))
+    call = {
+        Phase.DECODE: lambda: DecodeCall(**parts, slots=slots(1, 2)),
+        Phase.EXTEND: lambda: ExtendCall(**parts, slots=slots(1), cu_seqlens=slots(0, 2)),
+        Phase.VERIFY: lambda: VerifyCall(**parts, slots=slots(1), intermediates=torch.zeros(1, 2, HV, W, W)),
+    }[phase]()
+    stated = kind in bed.adapter.capabilities.gates_of(phase)
+    assert stated == (kind is GateKind.RAW or phase is Phase.EXTEND)
+    support = bed.adapter.supports(call)
+    assert support.ok == stated
+    assert stated or support.reasons == (f"{phase} gates require raw, got log",)
+
+
 @pytest.mark.case("C8")
 def test_sequences_past_the_grid_of_the_chunked_prefill_are_refused() -> None:
     bed = Bed()
@@ -152,12 +255,9 @@ def test_refilled_offsets_of_the_same_tensor_are_read_anew() -> None:
 
 def test_a_later_plan_takes_nothing_from_an_earlier_one() -> None:
     """As where a second model without padded rows is made beside an engine: rows of the first still pad."""
-    bed, geometry = Bed(), GdnGeometry(key_heads=H, value_heads=HV, key_width=W, value_width=W)
-    plan = GdnPlan(
-        geometry=geometry, state_dtype=torch.float32, device=torch.device("cpu"), max_batch=3, max_tokens=8, max_draft=2
-    )
-    bed.adapter.prepare(plan)
-    bed.adapter.prepare(replace(plan, max_batch=1, may_pad=False))
+    bed = Bed()
+    bed.adapter.prepare(PLAN)
+    bed.adapter.prepare(replace(PLAN, max_batch=1, may_pad=False))
     call = VerifyCall(**bed.tokens(3, 2), slots=slots(1, -1, 3), intermediates=torch.zeros(3, 2, HV, W, W))
     out = bed.adapter.verify(call)
     assert not out[1].any(), f"seed {bed.seed}"

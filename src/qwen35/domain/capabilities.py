@@ -74,6 +74,7 @@ ALL_PHASES = frozenset(Phase)
 class Capabilities:
     """What an adapter can do. A set that is None allows everything.
 
+    ``gates`` are the kinds that some phase takes, ``raw_only`` the phases that take raw ones alone: see ``gates_of``.
     ``byte_alignment`` is what the kernel needs of every data pointer (1: nothing beyond the dtype's own).
     ``deviations`` says which clauses the adapter cannot keep, and why; an adapter with a deviation is
     used only when it is named. ``precision`` gives the error bound of each phase.
@@ -81,6 +82,7 @@ class Capabilities:
 
     phases: frozenset[Phase] = ALL_PHASES
     gates: frozenset[GateKind] = frozenset(GateKind)
+    raw_only: frozenset[Phase] = frozenset()
     token_dtypes: frozenset[str] = frozenset({"float32", "bfloat16"})
     state_dtypes: frozenset[str] = frozenset({"float32", "bfloat16"})
     key_widths: frozenset[int] | None = None
@@ -96,3 +98,7 @@ class Capabilities:
     byte_alignment: int = 1
     precision: Mapping[Phase, Precision] = field(default_factory=lambda: MappingProxyType({}))
     deviations: Mapping[Clause, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def gates_of(self, phase: Phase) -> frozenset[GateKind]:
+        """The kinds of gates that calls of ``phase`` may bring."""
+        return self.gates - {GateKind.LOG} if phase in self.raw_only else self.gates

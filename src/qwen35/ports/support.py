@@ -37,11 +37,11 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def requires(what: str, allowed: Set[object] | None, got: object) -> str | None:
+def requires(what: str, allowed: Set[object] | None, got: object, verb: str = "requires") -> str | None:
     """ "X requires Y, got Z" where ``got`` is not allowed; None allows everything."""
     if allowed is None or got in allowed:
         return None
-    return f"{what} requires {' or '.join(sorted(map(str, allowed)))}, got {got}"
+    return f"{what} {verb} {' or '.join(sorted(map(str, allowed)))}, got {got}"
 
 
 def _answer(reasons: Iterable[str | None]) -> Support:
@@ -104,7 +104,7 @@ def call_support(can: Capabilities, call: _GdnCall) -> Support:
         kind = GateKind.LOG if isinstance(call.gates, LogGates) else GateKind.RAW
         reasons += [
             requires("token dtype", can.token_dtypes, dtype_name(call.q.dtype)),
-            requires("gates", can.gates, kind),
+            requires(f"{phase} gates", can.gates_of(phase), kind, "require"),
             requires("key width", can.key_widths, g.key_width),
             requires("value width", can.value_widths, g.value_width),
             requires("head ratio", can.head_ratios, g.head_ratio),

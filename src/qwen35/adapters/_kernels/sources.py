@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.machinery import ModuleSpec
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,18 +37,27 @@ def report(package: str, distributions: Mapping[str, str], required: Iterable[Re
     found: dict[str, str] = {}
     missing: list[str] = []
     for module, distribution in distributions.items():
-        if find_spec(module) is None:
+        if found_spec(module) is None:
             missing.append(module)
             continue
         try:
             found[distribution] = version(distribution)
         except PackageNotFoundError:
             found[distribution] = "unknown"
-    spec = find_spec(package)
+    spec = found_spec(package)
     if spec is not None:
         for folder in list(spec.submodule_search_locations or [])[:1]:
             missing += missing_names(package, Path(folder), required)
     return ReleaseReport(found=MappingProxyType(found), missing=tuple(missing))
+
+
+def found_spec(package: str) -> ModuleSpec | None:
+    """Where ``package`` is; None where it is not, or where what was put into ``sys.modules`` under its name does not
+    say."""
+    try:
+        return find_spec(package)
+    except ValueError:
+        return None
 
 
 def missing_names(package: str, folder: Path, required: Iterable[Required]) -> list[str]:

@@ -6,6 +6,7 @@ from types import MappingProxyType
 
 import torch
 
+from qwen35.adapters.flashinfer.entries import MIN_COMPUTE_CAPABILITY
 from qwen35.adapters.flashinfer.mends import ALIGNMENT, CHUNK
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.domain.capabilities import Capabilities, Phase
@@ -36,7 +37,8 @@ def capabilities_of(kernels: FlashInferKernels, platform: Platform) -> Capabilit
         phases=frozenset(phases), token_dtypes=frozenset({"bfloat16"}),
         state_dtypes=frozenset({"float32"} if kernels.mtp_bf16 is None else {"float32", "bfloat16"}),
         key_widths=frozenset({128}), value_widths=frozenset({128}), device_types=frozenset({platform.device_type}),
-        min_compute_capability=(9, 0), checkpoints=True, checkpoint_multiple=CHUNK, byte_alignment=ALIGNMENT,
+        min_compute_capability=MIN_COMPUTE_CAPABILITY, raw_only=frozenset({Phase.DECODE, Phase.VERIFY}),
+        checkpoints=True, checkpoint_multiple=CHUNK, byte_alignment=ALIGNMENT,
         precision=MappingProxyType({
             Phase.DECODE: step, Phase.VERIFY: step, Phase.COMMIT: step,
             # Normalised q and k, and each chunk's products, are rounded to the tokens' dtype.

@@ -10,11 +10,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qwen35.adapters._kernels import sources
 from qwen35.adapters._kernels.sources import ReleaseReport, Required, environment_kept
-from qwen35.adapters.flashinfer.compiled import CompiledDecodes, load_compiled
+
+if TYPE_CHECKING:
+    from qwen35.adapters.flashinfer.compiled import CompiledDecodes
 
 Kernel = Callable[..., Any]
 
@@ -87,6 +89,8 @@ def report() -> ReleaseReport:
 def load() -> FlashInferKernels:
     """Import FlashInfer (seconds) and take its functions. The environment is left as it was, but for
     ``DECLARED_ENVIRONMENT``."""
+    from qwen35.adapters.flashinfer.compiled import load_compiled  # needs torch, which the report does without
+
     with environment_kept(DECLARED_ENVIRONMENT):
         taken = {name: _take(module, function) for name, (module, function, _) in REQUIRED.items()}
         taken["decode_bf16"] = None if taken["mtp_bf16"] is None else _take_shorter()

@@ -19,8 +19,8 @@ def probe(platform: Platform) -> Support:
     if platform.device_type != "cuda":
         reasons.append(f"device requires cuda, got {platform.device_type}")
     elif platform.compute_capability is None or platform.compute_capability < MIN_COMPUTE_CAPABILITY:
-        got = platform.compute_capability and ".".join(map(str, platform.compute_capability))
-        reasons.append(f"compute capability requires at least 8.0, got {got}")
+        least, got = (c and ".".join(map(str, c)) for c in (MIN_COMPUTE_CAPABILITY, platform.compute_capability))
+        reasons.append(f"compute capability requires at least {least}, got {got}")
     return Support.of(*reasons)
 
 

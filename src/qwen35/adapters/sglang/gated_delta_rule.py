@@ -13,6 +13,7 @@ from qwen35.adapters._kernels.plans import widened
 from qwen35.adapters._kernels.rows import RowOperations
 from qwen35.adapters.sglang.chunked import ChunkedPrefill
 from qwen35.adapters.sglang.driven_kernels import SGLangKernels
+from qwen35.adapters.sglang.entries import MIN_COMPUTE_CAPABILITY
 from qwen35.adapters.sglang.layouts import one_pitch, packed_projection, verify_layout_reasons
 from qwen35.domain.capabilities import Capabilities, Clause, Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
@@ -25,7 +26,6 @@ from qwen35.ports.gated_delta_rule import (
     ExtendResult,
     GdnCall,
     GdnPlan,
-    LogGates,
     RawGates,
     VerifyCall,
 )
@@ -67,7 +67,8 @@ class SGLangGatedDeltaRule:
         step = Precision(products="float32")
         self.capabilities = Capabilities(
             token_dtypes=frozenset({"bfloat16"}), key_widths=frozenset({128}), value_widths=frozenset({128}),
-            device_types=frozenset({platform.device_type}), min_compute_capability=(8, 0), deviations=DEVIATIONS,
+            device_types=frozenset({platform.device_type}), min_compute_capability=MIN_COMPUTE_CAPABILITY,
+            raw_only=frozenset({Phase.DECODE, Phase.VERIFY}), deviations=DEVIATIONS,
             precision=MappingProxyType({
                 # Beta, which scales what a token adds to the state, is rounded to the tokens' dtype.
                 Phase.DECODE: Precision(products=None), Phase.VERIFY: step, Phase.COMMIT: step,
@@ -99,9 +100,10 @@ class SGLangGatedDeltaRule:
             raise CaptureError("prepare is not legal inside CUDA graph capture; call it before")
         key = _plan_key(plan)
         plan = self._plans[key] = widened(self._plans.get(key), plan)
-        packed = plan.max_batch * plan.geometry.conv_channels * plan.token_dtype.itemsize
+        g, row = plan.geometry, plan.max_batch * plan.token_dtype.itemsize
         indices = dict.fromkeys(("rows", "read", "nodes"), plan.max_batch * torch.int64.itemsize)
-        self._scratch.reserve({"mixed": packed, **indices}, plan.device)
+        sizes = {"mixed": row * g.conv_channels, "out": row * g.value_heads * g.value_width, **indices}
+        self._scratch.reserve(sizes, plan.device)
 
     def supports(self, call: GdnCall) -> Support:
         """Whether ``call`` would be honoured, with every reason against it. Launches nothing."""
@@ -126,7 +128,7 @@ class SGLangGatedDeltaRule:
             return out
         gates = _raw(call.gates)
         dense = out.is_contiguous()
-        target = out if dense else torch.empty_like(out, memory_format=torch.contiguous_format)
+        target = out if dense else self._scratch.take("out", tuple(out.shape), out.dtype, out.device)
         self._kernels.packed_decode(
             mixed_qkv=packed_projection(call, self._scratch), a=gates.a, b=gates.b, A_log=gates.A_log,
             dt_bias=gates.dt_bias, scale=_scale(call), initial_state=call.states, out=target.unsqueeze(1),
@@ -154,7 +156,7 @@ class SGLangGatedDeltaRule:
         self._refuse(call)
         if capturing(call.states.device):
             raise CaptureError("SGLang's prefill reads cu_seqlens on the host: it cannot be captured")
-        plan = self._cover(call)
+        plan, _ = self._covering(call)
         out = _output(call.v, call.out)
         if call.v.shape[0] and call.slots.shape[0]:
             self._chunked.run(call, plan, out)
@@ -212,25 +214,32 @@ class SGLangGatedDeltaRule:
         self._rows.index(call.slots, rows, read, nodes, read_padding=-1, write_padding=-1)
         return nodes
 
-    def _cover(self, call: DecodeCall | ExtendCall | VerifyCall) -> GdnPlan:
+    def _cover(self, call: DecodeCall | VerifyCall) -> GdnPlan:
         """The plan that covers ``call``. Raises ``CaptureError`` where one would have to be made inside capture."""
+        plan, planned = self._covering(call)
+        if planned:
+            return plan
+        if capturing(call.states.device):
+            raise CaptureError(f"{type(call).__name__} is beyond the plan: prepare one that covers it outside capture")
+        self.prepare(plan)
+        return self._plans[_plan_key(plan)]
+
+    def _covering(self, call: DecodeCall | ExtendCall | VerifyCall) -> tuple[GdnPlan, bool]:
+        """The smallest plan that covers ``call`` and what is planned, and whether that is what is planned.
+
+        An extend goes by it as it is: its sequences are no rows of decode, whose scratch stays where it is.
+        """
         batch = call.slots.shape[0]
         least = GdnPlan(
             geometry=call_geometry(call), state_dtype=call.states.dtype, device=call.states.device,
             max_batch=max(batch, 1), max_tokens=call.v.shape[0], token_dtype=call.q.dtype,
         )  # fmt: skip
         plan = self._plans.get(_plan_key(least))
-        tokens = call.v.shape[0] if isinstance(call, ExtendCall) else 0
         if plan is None:
-            plan = least
-        elif batch <= plan.max_batch and tokens <= plan.max_tokens:
-            return plan
-        else:
-            plan = replace(plan, max_batch=max(batch, plan.max_batch), max_tokens=max(tokens, plan.max_tokens))
-        if capturing(call.states.device):
-            raise CaptureError(f"{type(call).__name__} is beyond the plan: prepare one that covers it outside capture")
-        self.prepare(plan)
-        return self._plans[_plan_key(plan)]
+            return least, False
+        tokens = call.v.shape[0] if isinstance(call, ExtendCall) else 0
+        wider = replace(plan, max_batch=max(batch, plan.max_batch), max_tokens=max(tokens, plan.max_tokens))
+        return wider, wider == plan
 
     def _refuse(self, call: GdnCall) -> None:
         support = self.supports(call)
@@ -252,9 +261,7 @@ def _reasons(call: DecodeCall | ExtendCall | VerifyCall) -> Iterable[str]:
         if heads > MAX_BLOCKS:
             yield f"extend requires S*HV of at most {MAX_BLOCKS}, got {heads}"
         return
-    if isinstance(call.gates, LogGates):
-        yield "gates require raw, got log: SGLang's decode and verify make the gates themselves"
-        return
+    gates = _raw(call.gates)
     recurrent = isinstance(call, VerifyCall) or call.q.shape[0] * call.v.shape[1] > MAX_BLOCKS
     if recurrent and call.scale is not None and call.scale <= 0:
         yield f"scale requires a positive number, got {call.scale}"
@@ -262,7 +269,7 @@ def _reasons(call: DecodeCall | ExtendCall | VerifyCall) -> Iterable[str]:
         if call.write_slots is not None:
             yield "write slots are not offered in decode: the kernel writes the slot that it reads"
         return
-    yield from verify_layout_reasons(call, (("gates.a", call.gates.a), ("gates.b", call.gates.b)))
+    yield from verify_layout_reasons(call, (("gates.a", gates.a), ("gates.b", gates.b)))
 
 
 def _raw(gates: object) -> RawGates:

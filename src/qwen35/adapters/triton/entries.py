@@ -24,8 +24,8 @@ def probe(platform: Platform) -> Support:
             return Support(ok=True)
         return Support.of(f"device requires cuda (or TRITON_INTERPRET=1 on a CPU), got {platform.device_type}")
     if platform.compute_capability is None or platform.compute_capability < MIN_COMPUTE_CAPABILITY:
-        got = platform.compute_capability and ".".join(map(str, platform.compute_capability))
-        return Support.of(f"compute capability requires at least 8.0, got {got}")
+        least, got = (c and ".".join(map(str, c)) for c in (MIN_COMPUTE_CAPABILITY, platform.compute_capability))
+        return Support.of(f"compute capability requires at least {least}, got {got}")
     return Support(ok=True)
 
 

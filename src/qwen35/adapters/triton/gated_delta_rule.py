@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from qwen35.adapters._kernels.plans import widened
+from qwen35.adapters.triton.entries import MIN_COMPUTE_CAPABILITY
 from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
 from qwen35.domain.precision import Precision
@@ -74,7 +75,7 @@ class TritonGatedDeltaRule:
             token_dtypes=frozenset({"float32", "bfloat16", "float16"}),
             state_dtypes=_STATE_DTYPES,
             device_types=frozenset({"cuda", "cpu"} if self._interpreted else {"cuda"}),
-            min_compute_capability=None if self._interpreted else (8, 0),
+            min_compute_capability=None if self._interpreted else MIN_COMPUTE_CAPABILITY,
             trees=True,
             checkpoints=True,
             checkpoint_multiple=gdn_config.CHUNK,

@@ -8,6 +8,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
+from qwen35.adapters.triton.entries import MIN_COMPUTE_CAPABILITY
 from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, UnsupportedError
 from qwen35.domain.precision import Precision
@@ -52,7 +53,7 @@ class TritonShortConvolution:
         self.capabilities = Capabilities(
             token_dtypes=dtypes, state_dtypes=dtypes, conv_widths=WIDTHS, trees=True, captures_extend=True,
             device_types=frozenset({"cuda", "cpu"} if knobs.runtime.interpret else {"cuda"}),
-            min_compute_capability=(8, 0),
+            min_compute_capability=None if knobs.runtime.interpret else MIN_COMPUTE_CAPABILITY,
             precision=MappingProxyType(dict.fromkeys(Phase, Precision(products="float32"))),
         )  # fmt: skip
 
