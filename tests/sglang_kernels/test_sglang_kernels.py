@@ -95,19 +95,22 @@ def test_one_projection_is_decoded_without_a_copy_and_others_are_packed() -> Non
 
 
 def test_tensors_that_an_allocator_put_side_by_side_are_not_taken_for_one_projection() -> None:
+    """With as many value heads as key heads, one row of each looks like the columns of one."""
     bed = Bed()
-    call = DecodeCall(**bed.tokens(1), slots=slots(2))
-    want = bed.adapter.decode(replace(call, states=call.states.clone(), k=call.k.clone()))
-    parts = (call.q, call.k, call.v)
-    sizes = [x.numel() * x.element_size() for x in parts]
-    block = bytearray(sum(sizes))
-    apart = [
-        torch.frombuffer(block, dtype=x.dtype, count=x.numel(), offset=sum(sizes[:i])).view(x.shape).copy_(x)
-        for i, x in enumerate(parts)
+    q, k, v = (bed.randn(1, 1, W) for _ in range(3))
+    gates = RawGates(a=bed.randn(1, 1), b=bed.randn(1, 1), A_log=torch.zeros(1), dt_bias=bed.randn(1))
+    call = DecodeCall(q=q, k=k, v=v, gates=gates, states=bed.randn(6, 1, W, W, dtype=torch.float32), slots=slots(2))
+    want = bed.adapter.decode(replace(call, states=call.states.clone()))
+    nbytes = W * q.element_size()
+    block = bytearray(3 * nbytes)
+    beside = [
+        torch.frombuffer(block, dtype=x.dtype, count=W, offset=i * nbytes).view(x.shape).copy_(x)
+        for i, x in enumerate((q, k, v))
     ]
-    assert apart[1].data_ptr() == apart[0].data_ptr() + sizes[0], "side by side"
-    q, k, v = apart
-    assert torch.equal(bed.adapter.decode(replace(call, q=q, k=k, v=v)), want), f"seed {bed.seed}"
+    assert [x.data_ptr() - beside[0].data_ptr() for x in beside] == [0, nbytes, 2 * nbytes], "side by side"
+    bed.fake.calls.clear()
+    assert torch.equal(bed.adapter.decode(replace(call, **dict(zip("qkv", beside, strict=True)))), want)
+    assert bed.fake.latest("packed_decode")["mixed_qkv"].data_ptr() != beside[0].data_ptr(), f"seed {bed.seed}"
 
 
 def test_columns_of_one_buffer_with_another_pitch_or_order_are_packed() -> None:
