@@ -7,10 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from flashinfer_gpu_bed import BF16, F32, HV, NULL, Bench, W, untouched, within
+from flashinfer_gpu_bed import BF16, F32, HV, NULL, Bench, H, W, untouched, within
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import UnsupportedError
-from qwen35.ports.gated_delta_rule import DecodeCall, VerifyCall
+from qwen35.domain.geometry import GdnGeometry
+from qwen35.ports.gated_delta_rule import DecodeCall, GdnPlan, VerifyCall
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(300)]
 
@@ -183,4 +184,48 @@ def test_a_captured_padded_decode_replays_on_new_values(bench: Bench, state: tor
             bench, adapter, Phase.DECODE, state, ("out", out[1:], want[1:]),
             ("state", call.states[[3, 0]], states[[3, 0]]),
         )  # fmt: skip
+    del graph
+
+
+@pytest.mark.row("D03")
+@pytest.mark.case("C14")
+def test_a_padded_decode_that_was_captured_before_a_larger_plan_replays_in_memory_of_its_own(bench: Bench) -> None:
+    """Its replays fill index scratch anew: had that been freed, they would write whatever lies there now."""
+    adapter = bench.adapter(BF16)
+    call = DecodeCall(**bench.tokens(3), states=bench.pool(BF16), slots=bench.ints(2, -1, 5))
+    start, stream, graph = call.states.clone(), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.stream(stream):
+        adapter.decode(call)  # finds the scratch of this stream, and remembers it
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        out = adapter.decode(call)
+    assert "null slot" in adapter.branches[Phase.DECODE], "index scratch is used"
+    assert "gates clamped" in adapter.branches[Phase.DECODE] or adapter.behaviours["decode, bfloat16"].finite_softplus
+    adapter.prepare(
+        GdnPlan(
+            geometry=GdnGeometry(key_heads=H, value_heads=HV, key_width=W, value_width=W), state_dtype=BF16,
+            device=bench.device, max_batch=2048, max_tokens=2200, max_draft=3, null_slot=NULL,
+        )
+    )  # fmt: skip
+    poison: list[torch.Tensor] = []
+    for user in (stream, torch.cuda.current_stream()):
+        with torch.cuda.stream(user):
+            for size in (64, 128, 256, 512):  # as scratch of the first plan, in blocks that an allocator rounds up to
+                poison += [torch.full((size,), 2**30, dtype=torch.int32, device=bench.device) for _ in range(4096)]
+    call.states.copy_(start)
+    call.slots.copy_(bench.ints(-1, 3, 0))
+    call.v.copy_(bench.randn(*call.v.shape))
+    want, states = bench.true_decode(call)
+    torch.cuda.synchronize()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(bool((torch.stack(poison[i : i + 4096]) == 2**30).all()) for i in range(0, len(poison), 4096)), (
+        "a replay wrote memory that is another's"
+    )
+    untouched(start, call.states, {2, 4, 5}, f"replay, seed {bench.seed}")
+    assert bool((out[0] == 0).all())
+    within(
+        bench, adapter, Phase.DECODE, BF16, ("out", out[1:], want[1:]), ("state", call.states[[3, 0]], states[[3, 0]])
+    )
     del graph

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,8 +14,10 @@ from torch import Tensor
 
 from flashinfer_bed import BF16, F32, HOPPER, Bed
 from qwen35.adapters.flashinfer.gated_delta_rule import FlashInferGatedDeltaRule
+from qwen35.adapters.flashinfer.index_scratch import IndexPlaces, IndexScratch
 from qwen35.ports.adapter import AdapterOptions, HoldsScratch
-from qwen35.ports.gated_delta_rule import VerifyCall
+from qwen35.ports.gated_delta_rule import DecodeCall, VerifyCall
+from qwen35.services.scratch import Scratch
 from two_streams import Call, Streams, assert_left_alone, serve
 
 
@@ -76,6 +80,36 @@ def test_a_known_layout_finds_the_scratch_of_each_stream_at_its_address() -> Non
             addresses[bed.streams.stream].add((seen["initial_state_indices"].data_ptr(), seen["a"].data_ptr()))
     assert all(len(found) == 1 for found in addresses.values())
     assert addresses[0].isdisjoint(addresses[1])
+
+
+@pytest.mark.row("D03")
+@pytest.mark.parametrize("seen", [False, True], ids=["first seen inside capture", "seen before"])
+def test_index_scratch_that_a_graph_holds_outlives_a_larger_plan(monkeypatch: pytest.MonkeyPatch, seen: bool) -> None:
+    """A graph's replays write it, whatever a later plan puts in its place for eager calls."""
+    inside = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: inside[0])
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    scratch = Scratch(stream_of=lambda _: 7, inside=lambda _: inside[0])
+    scratch.reserve({"read": 16, "write": 16}, cpu)
+
+    def make(_: DecodeCall | VerifyCall) -> IndexScratch:
+        read, write = (scratch.take(name, (4,), torch.int32, cpu) for name in ("read", "write"))
+        return IndexScratch(read, write, None)
+
+    call, places = Bed().decode([1]), IndexPlaces(make, gpu)
+    if seen:
+        places(call, 7)
+    inside[0] = True
+    place = places(call, 7)
+    captured = [weakref.ref(t.untyped_storage()) for t in (place.read, place.write)]
+    inside[0] = False
+    del place, places
+    scratch.reserve({"read": 4096, "write": 4096}, cpu)
+    gc.collect()
+    assert all(storage() is not None for storage in captured)
+    scratch.close()
+    gc.collect()
+    assert not any(storage() is not None for storage in captured), "nothing else kept them"
 
 
 def test_scratch_is_counted_and_bounded_by_the_plan_and_a_second_stream_adds_its_own() -> None:
