@@ -255,12 +255,14 @@ class AlignmentGuard:
         return aligned
 
     def _misaligned(self, call: GdnCall) -> list[_Misaligned]:
-        """Every tensor of ``call`` that is off, with what the rules say of its role."""
+        """Every tensor of ``call`` about which something is to be done, by the rules of ``qwen35.domain.alignment``."""
         found = []
         for name, tensor in _named_tensors(call):
-            if tensor is not None and (off := self._off(tensor)):
-                role = _ROLES.get(name, Role.INPUT)
-                found.append(_Misaligned(name, tensor, off, role, remedy(role, off)))
+            if tensor is not None:
+                role, off = _ROLES.get(name, Role.INPUT), self._off(tensor)
+                what = remedy(role, off)
+                if what is not Remedy.NONE:
+                    found.append(_Misaligned(name, tensor, off, role, what))
         return found
 
     def _refusals(self, found: list[_Misaligned]) -> list[str]:
