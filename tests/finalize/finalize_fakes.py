@@ -67,10 +67,11 @@ class FakeFusion:
     """``reasons`` against every signature; ``fail`` is raised while a workspace is made."""
 
     def __init__(
-        self, name: str = "fake", reasons: tuple[str, ...] = (), fail: Exception | None = None, one_host: bool = False
-    ) -> None:
+        self, name: str = "fake", reasons: tuple[str, ...] = (), fail: Exception | None = None, one_host: bool = False,
+        most_tokens: int | None = None,
+    ) -> None:  # fmt: skip
         self.name, self.reasons, self.fail = name, reasons, fail
-        self.capabilities = FusionCapabilities(one_host=one_host)
+        self.capabilities = FusionCapabilities(one_host=one_host, most_tokens=most_tokens)
         self.made: list[FakeWorkspace] = []
         self.attempts = 0
 

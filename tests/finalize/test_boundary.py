@@ -11,13 +11,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from finalize_fakes import FakeFusion
+from finalize_fakes import FakeFusion, FakeWorkspace
 from torch import Tensor
 
-from qwen35.domain.capabilities import Phase
+from qwen35.domain.capabilities import Phase, Support
 from qwen35.domain.errors import ConfigurationError, HandoffError
 from qwen35.domain.finalize import FinalizeHandoff, PendingAllReduce
 from qwen35.domain.finalize_policy import ForwardMode, LayerPlan, Situation, decide_finalize
+from qwen35.domain.finalize_signature import TokenBounds, WorkspaceSignature
 from qwen35.domain.platform import Platform
 from qwen35.model.batch import make_batch
 from qwen35.model.boundary import MAX_FUSED_TOKENS, Boundaries, Step
@@ -32,6 +33,8 @@ from qwen35.services.finalize_registry import WorkspaceRegistry
 from qwen35.services.registry import AdapterRegistry
 
 HIDDEN, TOP_K = 16, 2
+#: What the engine says of its steps, and how many tokens are fused by that.
+BOUNDS, MOST = TokenBounds(moe_tokens=40, running_requests=8), 40
 MOE = MoeConfig(experts=4, top_k=TOP_K, expert_width=6, shared_width=4, normalise_top_k=True, layers=frozenset({0}))
 CONFIG = parse_config(
     {
@@ -66,10 +69,12 @@ class Echo:
         return [value, value]
 
 
-def service_of(requested: str = "fake") -> FinalizeService:
-    adapters = AdapterRegistry(Platform(device="cpu", device_name="CPU"), extra=(FakeFusion().entry(),))
+def service_of(
+    requested: str = "fake", fake: FakeFusion | None = None, workspaces: WorkspaceRegistry | None = None
+) -> FinalizeService:  # fmt: skip
+    adapters = AdapterRegistry(Platform(device="cpu", device_name="CPU"), extra=((fake or FakeFusion()).entry(),))
     return FinalizeService(
-        adapters, requested, WorkspaceRegistry(), Counters(), agreements=Agreements(lambda _: Echo())
+        adapters, requested, workspaces or WorkspaceRegistry(), Counters(), agreements=Agreements(lambda _: Echo())
     )
 
 
@@ -94,7 +99,7 @@ def service() -> Iterator[FinalizeService]:
 @pytest.fixture
 def prepared(service: FinalizeService, norm: RMSNorm) -> Boundaries:
     boundaries = Boundaries(CONFIG, RANKS, service)
-    boundaries.prepare([norm], torch.float32, torch.device("cpu"))
+    boundaries.prepare([norm], torch.float32, torch.device("cpu"), BOUNDS)
     return boundaries
 
 
@@ -143,9 +148,85 @@ def test_layers_defer_only_where_the_step_is_eligible(prepared: Boundaries) -> N
         assert step.plan(sparse=True, last=last) == LayerPlan(defer=True, fuse=True)
         assert step.plan(sparse=False, last=last) == LayerPlan(defer=False, fuse=not last)
     assert prepared.latest is step
-    large = step_of(prepared, MAX_FUSED_TOKENS + 1)
-    assert large.finalize.reasons == (f"m requires 1..{MAX_FUSED_TOKENS}, got {MAX_FUSED_TOKENS + 1}",)
+    large = step_of(prepared, MOST + 1)
+    assert large.finalize.reasons == (f"m requires 1..{MOST}, got {MOST + 1}",)
     assert large.plan(sparse=True, last=False) == LayerPlan(defer=False, fuse=False)
+
+
+def prepared_for(bounds: TokenBounds, service: FinalizeService) -> Boundaries:
+    boundaries = Boundaries(CONFIG, RANKS, service)
+    boundaries.prepare([norm_of()], torch.float32, torch.device("cpu"), bounds)
+    return boundaries
+
+
+@pytest.mark.parametrize(
+    ("bounds", "asked"),
+    [
+        (TokenBounds(moe_tokens=300, running_requests=8), 300),
+        (TokenBounds(moe_tokens=4, running_requests=9), 9),
+        (TokenBounds(moe_tokens=MAX_FUSED_TOKENS + 1), MAX_FUSED_TOKENS),
+    ],
+)
+def test_the_workspace_is_made_for_as_many_tokens_as_the_bounds_say(bounds: TokenBounds, asked: int) -> None:
+    """And for an engine that never speculates, so that the shared expert's output may be loaded early."""
+    fake = FakeFusion()
+    boundaries = prepared_for(bounds, service_of(fake=fake))
+    (made,) = fake.made
+    assert (made.signature.max_m, made.signature.speculative) == (asked, False)
+    assert step_of(boundaries, asked).finalize
+    assert step_of(boundaries, asked + 1).finalize.reasons == (f"m requires 1..{asked}, got {asked + 1}",)
+
+
+def test_bounds_that_say_nothing_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="max_m cannot be resolved"):
+        prepared_for(TokenBounds(), service_of())
+
+
+def test_the_workspace_never_grows_and_a_later_model_takes_it_as_it_is() -> None:
+    fake, workspaces = FakeFusion(), WorkspaceRegistry()
+    first = prepared_for(BOUNDS, service_of(fake=fake, workspaces=workspaces))
+    larger = TokenBounds(moe_tokens=MOST + 1)
+    first.prepare([norm_of()], torch.float32, torch.device("cpu"), larger)
+    second = prepared_for(larger, service_of(fake=fake, workspaces=workspaces))
+    assert len(fake.made) == 1
+    for boundaries in (first, second):
+        assert step_of(boundaries, MOST).finalize
+        assert step_of(boundaries, MOST + 1).finalize.reasons == (f"m requires 1..{MOST}, got {MOST + 1}",)
+
+
+def test_steps_beyond_what_the_adapter_serves_are_not_fused_and_say_why() -> None:
+    """As FlashInfer's IPC adapter, whose fused finalize is limited."""
+    fake = FakeFusion(most_tokens=6)
+    service = service_of(fake=fake)
+    boundaries = prepared_for(BOUNDS, service)
+    boundaries.prepare([norm_of()], torch.float32, torch.device("cpu"), BOUNDS)
+    assert [made.signature.max_m for made in fake.made] == [6]
+    assert service.max_m == 6
+    assert step_of(boundaries, 6).finalize
+    large = step_of(boundaries, 7)
+    assert large.finalize.reasons == large.all_reduce.reasons == ("m requires 1..6, got 7",)
+    assert large.plan(sparse=True, last=False) == LayerPlan(defer=False, fuse=False)
+
+
+class Crowded(FakeWorkspace):
+    """Its buffers have room for fewer tokens than it was made for, as FlashInfer's may."""
+
+    def supports(self, m: int) -> Support:
+        return super().supports(m) if m < 4 else Support.of(f"buffers require fewer tokens, got {m}")
+
+
+class CrowdedFusion(FakeFusion):
+    def prepare(self, asked: WorkspaceSignature) -> FakeWorkspace:
+        return Crowded(asked, self.name)
+
+
+def test_what_the_workspace_itself_refuses_below_its_bound_is_not_fused() -> None:
+    boundaries = prepared_for(BOUNDS, service_of(fake=CrowdedFusion()))
+    assert step_of(boundaries, 3).finalize
+    step = step_of(boundaries, 4)
+    assert step.finalize.reasons == step.all_reduce.reasons == ("buffers require fewer tokens, got 4",)
+    for sparse in (True, False):
+        assert step.plan(sparse=sparse, last=False) == LayerPlan(defer=False, fuse=False)
 
 
 @pytest.mark.row("B14")
@@ -154,7 +235,7 @@ def test_a_handoff_where_it_cannot_be_finalized_is_an_error(prepared: Boundaries
     normed, _ = prepared.add_and_norm(handoff, residual, norm, step_of(prepared))
     assert torch.equal(normed, torch.ones(3, HIDDEN)), "the fake workspace fills with ones"
     with pytest.raises(HandoffError, match="ineligible path: m requires"):
-        prepared.add_and_norm(handoff, residual, norm, step_of(prepared, MAX_FUSED_TOKENS + 1))
+        prepared.add_and_norm(handoff, residual, norm, step_of(prepared, MOST + 1))
     with pytest.raises(HandoffError, match="Gemma-style"):
         prepared.add_and_norm(handoff, residual, norm_of(), step_of(prepared))
     with pytest.raises(HandoffError, match="not prepared for it"):
@@ -172,7 +253,7 @@ def test_nothing_is_fused_by_one_rank_without_a_service_when_off_or_before_prepa
     ):
         boundaries = Boundaries(CONFIG, ranks, service)
         if prepares:
-            boundaries.prepare([norm], torch.float32, torch.device("cpu"))
+            boundaries.prepare([norm], torch.float32, torch.device("cpu"), BOUNDS)
         step = step_of(boundaries)
         assert reason in step.finalize.reasons
         assert reason in step.all_reduce.reasons
@@ -218,12 +299,12 @@ def test_switched_off_no_adapter_is_imported_and_the_generic_boundary_serves(ask
     code = f"""
 import sys, torch
 import qwen35
-from test_boundary import Agreements, Boundaries, CONFIG, Echo, FinalizeService, RANKS, norm_of, step_of
+from test_boundary import Agreements, BOUNDS, Boundaries, CONFIG, Echo, FinalizeService, RANKS, norm_of, step_of
 container = qwen35.build(device="cpu", finalize={asked!r})
 service = FinalizeService(container.registry(), {asked!r}, container.workspaces(), container.counters(),
                           agreements=Agreements(lambda _: Echo()))
 boundaries = Boundaries(CONFIG, RANKS, service)
-boundaries.prepare([norm_of()], torch.float32, torch.device("cpu"))
+boundaries.prepare([norm_of()], torch.float32, torch.device("cpu"), BOUNDS)
 print(service.is_prepared, step_of(boundaries).finalize.eligible)
 factories = ("finalize_fusion", "finalize_multicast", "finalize_ipc")
 print(sorted(n.split(".")[2] for n in sys.modules if n.startswith("qwen35.adapters.") and n.endswith(factories)))

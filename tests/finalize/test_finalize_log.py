@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 from finalize_fakes import TraceOfReads
-from test_boundary import CONFIG, RANKS, handoff_of, norm_of, service_of, step_of
+from test_boundary import BOUNDS, CONFIG, MOST, RANKS, handoff_of, norm_of, service_of, step_of
 
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.finalize_policy import Decision
-from qwen35.model.boundary import MAX_FUSED_TOKENS, Boundaries
+from qwen35.model.boundary import Boundaries
 from qwen35.model.parallel import TensorParallel
 from qwen35.services.finalize_log import DecisionLog
 
@@ -28,7 +28,7 @@ def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
 def ready() -> tuple[Boundaries, Any]:
     service, norm = service_of(), norm_of()
     boundaries = Boundaries(CONFIG, RANKS, service)
-    boundaries.prepare([norm], torch.float32, torch.device("cpu"))
+    boundaries.prepare([norm], torch.float32, torch.device("cpu"), BOUNDS)
     return boundaries, norm
 
 
@@ -59,14 +59,14 @@ def test_nothing_is_said_inside_capture_and_it_is_not_lost(log: pytest.LogCaptur
 def test_prepare_says_what_is_decided_and_an_extend_what_is_new(log: pytest.LogCaptureFixture) -> None:
     boundaries, _ = ready()
     assert log.messages == ELIGIBLE
-    for tokens in (3, MAX_FUSED_TOKENS + 1, MAX_FUSED_TOKENS + 2, 5):
+    for tokens in (3, MOST + 1, MOST + 2, 5):
         step_of(boundaries, tokens)
-    too_many = f"not eligible: m requires 1..{MAX_FUSED_TOKENS}, got {MAX_FUSED_TOKENS + 1}"
+    too_many = f"not eligible: m requires 1..{MOST}, got {MOST + 1}"
     assert log.messages == [*ELIGIBLE, f"fused finalize: {too_many}", f"fused all-reduce: {too_many}"]
 
 
 def test_a_model_that_cannot_fuse_says_why(log: pytest.LogCaptureFixture) -> None:
-    Boundaries(CONFIG, TensorParallel(), service_of()).prepare([norm_of()], torch.float32, torch.device("cpu"))
+    Boundaries(CONFIG, TensorParallel(), service_of()).prepare([norm_of()], torch.float32, torch.device("cpu"), BOUNDS)
     assert [m.partition(": ")[0] for m in log.messages] == ["fused finalize", "fused all-reduce"]
     assert all("tensor parallelism requires at least 2 ranks, got 1" in m for m in log.messages)
 

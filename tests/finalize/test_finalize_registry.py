@@ -131,6 +131,28 @@ def test_a_covered_signature_finds_it_and_any_other_is_refused_by_name() -> None
     assert registry.live is made
 
 
+@pytest.mark.row("A18")
+def test_one_that_serves_fewer_tokens_than_asked_is_found_by_asking_the_same_again_and_no_more() -> None:
+    registry, made = WorkspaceRegistry(), []
+
+    def create(asked: Any) -> FakeWorkspace:
+        made.append(FakeWorkspace(signature(max_m=64)))
+        return made[-1]
+
+    first = registry.obtain(signature(max_m=300), Alone(), create)
+    for max_m in (300, 299, 65, 64, 1):
+        assert registry.obtain(signature(max_m=max_m), Alone(), create) is first
+    with pytest.raises(SignatureError, match="max_m: has 64, asked 301"):
+        registry.obtain(signature(max_m=301), Alone(), create)
+    with pytest.raises(SignatureError, match="live: hidden: has 16, asked 32; max_m: has 64, asked 300"):
+        registry.obtain(signature(max_m=300, hidden=32), Alone(), create)
+    registry.release()
+    registry.obtain(signature(max_m=8), Alone(), FakeWorkspace)
+    with pytest.raises(SignatureError, match="max_m: has 8, asked 300"):
+        registry.obtain(signature(max_m=300), Alone(), create)
+    assert len(made) == 1
+
+
 @pytest.mark.row("A08")
 def test_it_is_published_after_synchronising_and_after_every_rank_has() -> None:
     events: list[str] = []

@@ -11,6 +11,7 @@ import pytest
 from finalize_fakes import FakeFusion, Meeting, signature
 from finalize_services import CPU, FACTS, adapters, case, service
 
+from qwen35.domain.capabilities import Support
 from qwen35.domain.errors import (
     ConfigurationError,
     CreationError,
@@ -19,7 +20,8 @@ from qwen35.domain.errors import (
     UnavailableError,
     UnknownNameError,
 )
-from qwen35.domain.finalize_capabilities import DeviceFacts
+from qwen35.domain.finalize_capabilities import DeviceFacts, peer_reasons
+from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.services.counters import Counters
 from qwen35.services.finalize_agreement import Agreements, Alone
 from qwen35.services.finalize_choice import choose_fusion
@@ -43,9 +45,56 @@ def test_one_rank_without_multicast_is_enough_for_nobody_to_use_it() -> None:
     assert all(c.rejected == {"multicast": ("rank 2: multicast requires NVLink multicast",)} for c in out)
 
 
+def on(rank: int, **changes: Any) -> DeviceFacts:
+    """One of two like devices of a host."""
+    like: dict[str, Any] = {
+        "device": f"cuda:{rank}", "host": "a", "uuid": f"u{rank}", "model": "NVIDIA H200",
+        "compute_capability": (9, 0), "multiprocessors": 132,
+    }  # fmt: skip
+    return DeviceFacts(**(like | changes))
+
+
+H200 = "NVIDIA H200 (compute capability 9.0, 132 multiprocessors)"
+
+
+@pytest.mark.row("A25")
+def test_ranks_that_can_share_memory_do() -> None:
+    assert peer_reasons([on(0), on(1)]) == ()
+    assert peer_reasons([DeviceFacts(device="cpu", host="a")] * 2) == (), "without an id nothing is the same device"
+    assert peer_reasons([on(0)]) == ()
+
+
+@pytest.mark.row("A25")
+@pytest.mark.parametrize(
+    ("other", "got"),
+    [
+        ({"multiprocessors": 114}, "NVIDIA H200 (compute capability 9.0, 114 multiprocessors)"),
+        ({"compute_capability": (10, 0)}, "NVIDIA H200 (compute capability 10.0, 132 multiprocessors)"),
+        ({"model": "NVIDIA H100"}, "NVIDIA H100 (compute capability 9.0, 132 multiprocessors)"),
+    ],
+)
+def test_ranks_on_unlike_devices_would_cut_a_launch_differently_and_are_refused(
+    other: dict[str, Any], got: str
+) -> None:
+    assert peer_reasons([on(0), on(1), on(2, **other)]) == (
+        f"peers require like devices, got {H200} on rank 0 and {got} on rank 2",
+    )
+
+
+@pytest.mark.row("A25")
+def test_ranks_on_one_device_are_no_peers() -> None:
+    reasons = peer_reasons([on(0), on(1), on(2, uuid="u0"), on(3, uuid="u0")])
+    assert reasons == (
+        "peers require a device each, got rank 0 and rank 2 on u0",
+        "peers require a device each, got rank 0 and rank 3 on u0",
+    )
+
+
 @pytest.mark.row("A25")
 def test_ranks_on_two_hosts_or_without_access_share_no_memory() -> None:
     for facts, why in (
+        ([on(0), on(1, multiprocessors=114)], "peers require like devices"),
+        ([on(0), on(1, uuid="u0")], "peers require a device each, got rank 0 and rank 1 on u0"),
         ([DeviceFacts(device="cpu", host="a"), DeviceFacts(device="cpu", host="b")], "one host"),
         ([DeviceFacts(device="cuda:0", host="a", uuid="u0", closed_peers=("u1",)),
           DeviceFacts(device="cuda:1", host="a", uuid="u1")], "rank 0 has not to rank 1"),
@@ -176,6 +225,35 @@ def test_a_second_prepare_does_nothing_and_a_larger_one_is_refused_naming_both()
     with pytest.raises(SignatureError, match="max_m: has 64, asked 65"):
         ready.prepare(signature(max_m=65))
     assert ready.supports(64)
+
+
+@pytest.mark.row("B09")
+def test_an_adapter_that_serves_fewer_tokens_is_asked_and_prepared_for_those() -> None:
+    class Limited(FakeFusion):
+        def supports(self, asked: WorkspaceSignature) -> Support:
+            return Support.of() if asked.max_m <= 8 else Support.of(f"max_m requires at most 8, got {asked.max_m}")
+
+    limited = Limited("limited", most_tokens=8)
+    ready = service(limited, FakeFusion("plain"))
+    for max_m in (100, 100, 9, 8, 1):
+        ready.prepare(signature(max_m=max_m))
+    assert [made.signature.max_m for made in limited.made] == [8]
+    assert (ready.max_m, ready.standing_max_m) == (8, 8)
+    assert ready.supports(8)
+    assert not ready.supports(9)
+    with pytest.raises(SignatureError, match="max_m: has 8, asked 101"):
+        ready.prepare(signature(max_m=101))
+
+
+@pytest.mark.row("C07")
+def test_what_lives_in_the_process_is_told_to_a_service_that_has_prepared_nothing() -> None:
+    workspaces = WorkspaceRegistry()
+    first, second = (service(FakeFusion(), workspaces=workspaces) for _ in range(2))
+    assert second.standing_max_m is None
+    first.prepare(signature(max_m=24))
+    assert (second.standing_max_m, second.max_m) == (24, 0)
+    first.close()
+    assert second.standing_max_m is None
 
 
 @pytest.mark.row("B17")

@@ -17,6 +17,7 @@ from qwen35.domain.errors import ClosedError, UnsupportedError
 from qwen35.domain.finalize import FinalizeHandoff
 from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities
 from qwen35.domain.finalize_signature import WorkspaceSignature
+from qwen35.ports.finalize_fusion import NormAndResidual
 from qwen35.services.finalize_agreement import Agreements
 from qwen35.testing.finalize_cases import FinalizeCase
 
@@ -72,6 +73,35 @@ def test_both_patterns_run_on_one_workspace_with_the_signatures_epsilon_and_bias
     assert [given["pattern"] for given in bed.launched] == ["finalize", "all-reduce"]
     for given in bed.launched:
         assert (given["workspace"], given["rms_eps"], given["weight_bias"]) == (bed.native, 1e-5, 1.0)
+
+
+@pytest.mark.row("A07")
+@pytest.mark.row("A13")
+@pytest.mark.parametrize("shared", [True, False])
+def test_every_argument_of_a_launch_is_the_callers_own(shared: bool) -> None:
+    """By identity: nothing is swapped, copied or left out, but for the indices, which are copied to be written."""
+    bed = Bed(of=replace(SIGNATURE, shared_expert=shared))
+    handoff = bed.handoff if shared else replace(bed.handoff, gated_shared_output=None)
+    residual, gamma, local = bed.case.residual(), bed.case.gamma(), bed.case.local(0)
+    out = NormAndResidual(norm=torch.empty_like(residual), residual=torch.empty_like(residual))
+    assert bed.workspace.finalize(handoff, residual, gamma, out) is out
+    assert bed.workspace.all_reduce(local, residual, gamma, out) is out
+    finalize, all_reduce = bed.launched
+    common = {
+        "workspace": bed.native, "residual_in": residual, "residual_out": out.residual, "norm_out": out.norm,
+        "rms_gamma": gamma,
+    }  # fmt: skip
+    plain = {"rms_eps": 1e-5, "weight_bias": 1.0, "launch_with_pdl": False}
+    indices = finalize.pop("expanded_idx_to_permuted_idx")
+    assert torch.equal(indices, handoff.permuted_indices)  # type: ignore[arg-type]
+    own = common | {
+        "input": handoff.routed_output, "expert_scale_factor": handoff.expert_weights,
+        "shared_expert_output": handoff.gated_shared_output,
+    }  # fmt: skip
+    for given, pattern, objects in ((finalize, "finalize", own), (all_reduce, "all-reduce", common | {"input": local})):
+        assert given.keys() == {*objects, *plain, "pattern"}
+        assert {name: given[name] for name in (*plain, "pattern")} == plain | {"pattern": pattern}
+        assert [name for name, value in objects.items() if given[name] is not value] == []
 
 
 @pytest.mark.row("A27")

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from math import prod
 from types import MappingProxyType
 
 from qwen35.domain.finalize import FinalizeHandoff
+from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.domain.precision import UNIT_ROUNDOFF
 
 
@@ -29,21 +30,29 @@ class FusionClause(StrEnum):
 class FusionCapabilities:
     """A set that is None allows everything.
 
-    ``one_host``: the ranks must be on one host. ``roundings`` counts how many roundings to the token dtype lie
-    between the inputs and the norm (the last one included). ``weight_dtypes``, ``fewest_routed_rows`` and
-    ``most_routed_elements`` are what a handoff may bring. ``deviations`` says which clauses the adapter cannot keep,
-    and why.
+    ``one_host``: the ranks must be on one host, each on a device of its own, all alike (``peer_reasons``).
+    ``most_tokens``: the largest ``max_m`` of a workspace; where more is asked for, one of so many serves, and larger
+    steps are not fused. ``roundings`` counts how many roundings to the token dtype lie between the inputs and the norm
+    (the last one included). ``weight_dtypes``, ``fewest_routed_rows`` and ``most_routed_elements`` are what a handoff
+    may bring. ``deviations`` says which clauses the adapter cannot keep, and why.
     """
 
     device_types: frozenset[str] = frozenset({"cpu", "cuda"})
     dtypes: frozenset[str] = frozenset({"bfloat16", "float32"})
     tp_sizes: frozenset[int] | None = None
     one_host: bool = False
+    most_tokens: int | None = None
     roundings: float = 1.0
     weight_dtypes: frozenset[str] = frozenset({"bfloat16", "float32"})
     fewest_routed_rows: int = 0
     most_routed_elements: int | None = None
     deviations: Mapping[FusionClause, str] = field(default_factory=lambda: MappingProxyType({}))
+
+    def within(self, asked: WorkspaceSignature) -> WorkspaceSignature:
+        """``asked``, or where it is for more tokens than ``most_tokens`` the same for so many."""
+        if self.most_tokens is None or asked.max_m <= self.most_tokens:
+            return asked
+        return replace(asked, max_m=self.most_tokens)
 
     def against(self, handoff: FinalizeHandoff) -> tuple[str, ...]:
         """Why the adapter cannot take a handoff that meets the contract. A rank's own: the others' may differ."""
@@ -73,21 +82,32 @@ class DeviceFacts:
 
     ``no_symmetric_memory`` and ``no_multicast`` are reasons against, kept apart: peers of one host can often
     read and write each other's memory where NVLink multicast is missing or switched off. ``closed_peers`` are
-    the ``uuid`` of devices of this ``host`` whose memory this one cannot reach.
+    the ``uuid`` of devices of this ``host`` whose memory this one cannot reach. ``model`` is the device's own name.
     """
 
     device: str
     host: str = ""
     uuid: str = ""
+    model: str = ""
     compute_capability: tuple[int, int] | None = None
     multiprocessors: int = 0
     no_symmetric_memory: tuple[str, ...] = ()
     no_multicast: tuple[str, ...] = ()
     closed_peers: tuple[str, ...] = ()
 
+    @property
+    def kind(self) -> str:
+        """What peers must have in common, in words."""
+        capability = ".".join(map(str, self.compute_capability or ())) or "none"
+        return f"{self.model or 'a device'} (compute capability {capability}, {self.multiprocessors} multiprocessors)"
+
 
 def peer_reasons(ranks: Sequence[DeviceFacts]) -> tuple[str, ...]:
-    """Why the devices of these ranks cannot share memory as peers of one host; none: they can."""
+    """Why the devices of these ranks cannot work on shared memory as peers of one host; none: they can.
+
+    They must be alike, since each rank works out by its own device which program of which rank serves a row: ranks
+    that come to different answers would wait for one another for good.
+    """
     reasons = [
         f"peers require one host, got rank 0 on {ranks[0].host} and rank {rank} on {facts.host}"
         for rank, facts in enumerate(ranks) if facts.host != ranks[0].host
@@ -97,4 +117,9 @@ def peer_reasons(ranks: Sequence[DeviceFacts]) -> tuple[str, ...]:
             f"peers require memory access, which rank {rank} has not to rank {other}"
             for other, peer in enumerate(ranks) if peer.uuid and peer.uuid in facts.closed_peers
         ]  # fmt: skip
+        first = [peer.uuid for peer in ranks].index(facts.uuid)
+        if facts.uuid and first < rank:
+            reasons.append(f"peers require a device each, got rank {first} and rank {rank} on {facts.uuid}")
+        if facts.kind != ranks[0].kind:
+            reasons.append(f"peers require like devices, got {ranks[0].kind} on rank 0 and {facts.kind} on rank {rank}")
     return tuple(reasons)

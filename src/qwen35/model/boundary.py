@@ -21,7 +21,7 @@ from qwen35.domain.finalize_policy import (
     decide_finalize,
     plan_layer,
 )
-from qwen35.domain.finalize_signature import TOKEN_DTYPES, WorkspaceSignature
+from qwen35.domain.finalize_signature import TOKEN_DTYPES, TokenBounds, WorkspaceSignature
 from qwen35.model.batch import Batch
 from qwen35.model.config import DENSE, MOE, TextConfig
 from qwen35.model.norm import RMSNorm, add_and_norm
@@ -32,7 +32,7 @@ from qwen35.services.finalize_log import DecisionLog
 #: What a layer may leave for the next norm: the whole output, this rank's share of it, or a handoff.
 Unfinished = Tensor | PendingAllReduce | FinalizeHandoff
 
-#: Tokens of the largest fused step. Fixed, since the workspace never grows; a larger step is not fused.
+#: Tokens of the largest fused step, whatever the bounds say: a workspace's memory may grow with them.
 MAX_FUSED_TOKENS = 8192
 
 _MODES = {Phase.DECODE: ForwardMode.DECODE, Phase.EXTEND: ForwardMode.EXTEND}
@@ -71,25 +71,34 @@ class Boundaries:
         self._log = DecisionLog()
         self.latest: Step | None = None
 
-    def prepare(self, norms: Iterable[RMSNorm], dtype: torch.dtype, device: torch.device) -> None:
+    def prepare(
+        self, norms: Iterable[RMSNorm], dtype: torch.dtype, device: torch.device, bounds: TokenBounds
+    ) -> None:  # fmt: skip
         """Have a workspace where this model can use one; every rank calls this together.
 
-        ``norms`` are those that may meet an unfinished output. Copies of their weights are kept in ``dtype``, as the
-        kernels read them, until the next ``prepare``. Raises what ``FinalizeService.prepare`` raises.
+        It is made for as many tokens as ``bounds`` say, ``MAX_FUSED_TOKENS`` at most. It never grows: where one lives
+        in this process already, that one serves, and a step of more tokens is not fused. ``norms`` are those that may
+        meet an unfinished output. Copies of their weights are kept in ``dtype``, as the kernels read them, until the
+        next ``prepare``. Raises ``ConfigurationError`` for bounds of which none is positive, and what
+        ``FinalizeService.prepare`` raises.
         """
-        self._prepare(norms, dtype, device)
+        self._prepare(norms, dtype, device, bounds)
         self._note(self._decide(ForwardMode.DECODE, 1))
 
-    def _prepare(self, norms: Iterable[RMSNorm], dtype: torch.dtype, device: torch.device) -> None:
+    def _prepare(
+        self, norms: Iterable[RMSNorm], dtype: torch.dtype, device: torch.device, bounds: TokenBounds
+    ) -> None:  # fmt: skip
         service, moe, name = self._service, self._config.moe, str(dtype).removeprefix("torch.")
         if service is None or moe is None or not self._parallel.divided or name not in TOKEN_DTYPES:
             return
         # The weight alone is exact in bfloat16 where the checkpoint is; weight plus one would be rounded.
         self._gammas = {norm: torch.empty_like(norm.weight, dtype=dtype).copy_(norm.weight) for norm in norms}
+        most = min(bounds.resolve_max_m(), MAX_FUSED_TOKENS)
+        max_m = min(most, service.standing_max_m or most)
         service.prepare(
             WorkspaceSignature(
                 group=self._parallel.group, tp_size=self._parallel.size, rank=self._parallel.rank,
-                hidden=self._config.hidden, top_k=moe.top_k, max_m=MAX_FUSED_TOKENS, dtype=name, eps=self._config.eps,
+                hidden=self._config.hidden, top_k=moe.top_k, max_m=max_m, dtype=name, eps=self._config.eps,
                 weight_bias=1.0, shared_expert=True, device=str(device), speculative=False,
             )
         )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding, linear
 
 from qwen35.domain.errors import DtypeError, ShapeError, ValueRangeError
+from qwen35.domain.finalize_signature import TokenBounds
 from qwen35.model.batch import Batch
 from qwen35.model.boundary import Boundaries, Step
 from qwen35.model.config import TextConfig
@@ -80,7 +81,9 @@ class Model(nn.Module):
     def prepare(self, *, max_batch: int, max_tokens: int, state_dtype: torch.dtype = torch.float32) -> None:
         """Let the kernels plan for batches of up to these sizes; tensor-parallel ranks call this together.
 
-        Raises ``UnsupportedError`` where one cannot, ``WorkspaceError`` where the fused finalize has no workspace.
+        The first call decides up to how many tokens a step may end in the fused finalize, whose workspace never grows:
+        of a larger step, planned by a later call, the sums over ranks are not fused. Raises ``UnsupportedError`` where
+        one cannot, ``WorkspaceError`` where the fused finalize has no workspace.
         """
         self.gated_delta_rule.prepare(
             GdnPlan(
@@ -95,7 +98,8 @@ class Model(nn.Module):
             )
         )  # fmt: skip
         norms = [norm for layer in self._layers() for norm in (layer.input_layernorm, layer.post_attention_layernorm)]
-        self._boundaries.prepare([*norms, self.norm], self.dtype, self.device)
+        bounds = TokenBounds(moe_tokens=max_tokens, running_requests=max_batch)
+        self._boundaries.prepare([*norms, self.norm], self.dtype, self.device, bounds)
 
     @torch.no_grad()
     def forward(self, tokens: Tensor, batch: Batch, pools: Pools, logits_of: Literal["last", "all"] = "last") -> Tensor:

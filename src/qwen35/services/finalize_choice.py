@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from qwen35.domain.capabilities import Support
 from qwen35.domain.errors import UnavailableError
-from qwen35.domain.finalize_capabilities import DeviceFacts, peer_reasons
+from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities, peer_reasons
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.services.finalize_agreement import Agreement
 from qwen35.services.registry import AUTO, NAMED_ONLY_RANK, AdapterRegistry
@@ -63,7 +63,8 @@ def choose_fusion(
 
 
 def _against(adapters: AdapterRegistry, name: str, signature: WorkspaceSignature) -> tuple[bool, tuple[str, ...]]:
-    """Whether the adapter needs peers of one host, and this rank's reasons against it."""
+    """Whether the adapter needs peers of one host, and this rank's reasons against it: one that serves fewer tokens
+    than ``signature`` asks for is asked about those."""
     usable = adapters.usable(PORT, name)
     if not usable:
         return False, usable.reasons
@@ -71,5 +72,6 @@ def _against(adapters: AdapterRegistry, name: str, signature: WorkspaceSignature
         adapter = adapters.adapter(PORT, name)
     except UnavailableError as exc:
         return False, exc.reasons
-    support: Support = adapter.supports(signature)
-    return adapter.capabilities.one_host, support.reasons
+    can: FusionCapabilities = adapter.capabilities
+    support: Support = adapter.supports(can.within(signature))
+    return can.one_host, support.reasons

@@ -25,7 +25,7 @@ from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities
 from qwen35.domain.finalize_policy import Decision
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_checks import check_addition, check_all_reduce, check_finalize
-from qwen35.ports.finalize_fusion import FusionWorkspace, NormAndResidual
+from qwen35.ports.finalize_fusion import FinalizeFusion, FusionWorkspace, NormAndResidual
 from qwen35.services.counters import Counters
 from qwen35.services.devices import capturing
 from qwen35.services.finalize_agreement import PROCESS_AGREEMENTS, Agreement, Agreements, together
@@ -79,8 +79,15 @@ class FinalizeService:
 
     @property
     def max_m(self) -> int:
-        """The most tokens of a call: the workspace's, which may be more than was asked; 0 before ``prepare``."""
+        """The most tokens of a call: the workspace's, which may be more than was asked, or fewer where its adapter
+        serves no more; 0 before ``prepare``."""
         return 0 if self._workspace is None else self._workspace.signature.max_m
+
+    @property
+    def standing_max_m(self) -> int | None:
+        """The most tokens of the workspace that lives in this process already, whoever prepared it; None: none does."""
+        live = self._workspaces.live
+        return None if live is None else live.signature.max_m
 
     @property
     def workspace(self) -> FusionWorkspace:
@@ -92,10 +99,11 @@ class FinalizeService:
     def prepare(self, signature: WorkspaceSignature, *, multiplexed_streams: bool = False) -> None:
         """Have a workspace that covers ``signature``. Every rank of its group calls this together.
 
-        A second call that the workspace covers does nothing. Where fusion is off no workspace is made, but the other
-        ranks are told. Raises ``ConfigurationError`` where prefill and decode run on multiplexed streams, which the
-        other ranks learn too, and what ``WorkspaceRegistry.obtain`` raises; ``AgreementError`` where it is off on
-        some ranks only.
+        Where the adapter serves fewer tokens than asked for (``FusionCapabilities.most_tokens``) the workspace is made
+        for those: ``max_m`` says for how many. A second call that the first one covers does nothing. Where fusion is
+        off no workspace is made, but the other ranks are told. Raises ``ConfigurationError`` where prefill and decode
+        run on multiplexed streams, which the other ranks learn too, and what ``WorkspaceRegistry.obtain`` raises;
+        ``AgreementError`` where it is off on some ranks only.
         """
         agreement = self._agreements.of(signature.group, signature.tp_size)
         if not self.enabled:
@@ -107,8 +115,8 @@ class FinalizeService:
             facts = together(agreement, NOT_CREATED, partial(self._facts, asked.device))
             chosen = choose_fusion(self._adapters, self._requested, asked, facts, agreement)
             self.choice = chosen
-            made: FusionWorkspace = self._adapters.adapter(PORT, chosen.name).prepare(asked)
-            return made
+            adapter: FinalizeFusion = self._adapters.adapter(PORT, chosen.name)
+            return adapter.prepare(adapter.capabilities.within(asked))
 
         self._workspace = self._workspaces.obtain(signature, agreement, create, self._requested, against)
         self._workspaces.hold(self)

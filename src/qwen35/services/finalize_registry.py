@@ -63,6 +63,7 @@ class WorkspaceRegistry:
         self._capturing, self._synchronise = is_capturing, synchronise
         self.order = order or CallOrder()
         self._live: FusionWorkspace | None = None
+        self._asked: WorkspaceSignature | None = None
         self._holders: set[int] = set()
         self._failures: list[_Failure] = []
 
@@ -79,7 +80,8 @@ class WorkspaceRegistry:
         create: Callable[[WorkspaceSignature], FusionWorkspace], adapter: str = "auto",
         against: Qwen35Error | None = None,
     ) -> FusionWorkspace:  # fmt: skip
-        """The live workspace where it covers ``signature``, else one made by ``create``; alike on all ranks.
+        """The live workspace where it, or what it was made upon, covers ``signature``, else one made by ``create``;
+        alike on all ranks.
 
         Every rank of the group calls this together, one that wants none calls ``decline``. ``adapter`` names one, or
         "auto"; ``against`` is why this rank cannot have any, which it raises once the others know. Raises
@@ -127,14 +129,16 @@ class WorkspaceRegistry:
     def _forget(self) -> None:
         if self._live is not None:
             self._live.destroy()
-        self._live = None
+        self._live = self._asked = None
         self._holders.clear()
         self.order.forget()
 
     def _refusal(self, signature: WorkspaceSignature, adapter: str) -> Qwen35Error | None:
         """Why this rank cannot serve ``signature``, without asking the others."""
         if self._live is not None:
-            differences = list(self._live.signature.differences(signature))
+            # A workspace may serve fewer tokens than were asked for, but no more are to be had by asking again.
+            again = self._asked is not None and self._asked.covers(signature)
+            differences = [] if again else list(self._live.signature.differences(signature))
             if adapter not in ("auto", self._live.adapter):
                 differences.append(f"adapter: has {self._live.adapter}, asked {adapter}")
             return SignatureError(f"another {WHAT} is live", differences) if differences else None
@@ -158,7 +162,7 @@ class WorkspaceRegistry:
 
         try:
             # The exchange is the barrier: every rank has synchronised before any of them publishes.
-            self._live = together(agreement, NOT_CREATED, make)
+            self._live, self._asked = together(agreement, NOT_CREATED, make), signature
         except WorkspaceError as failure:
             for workspace in made:
                 workspace.destroy()

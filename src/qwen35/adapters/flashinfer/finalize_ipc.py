@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import torch
 
 from qwen35.adapters.flashinfer.finalize_names import Loader, installed, ipc_names
@@ -28,12 +31,13 @@ class FlashInferIpcFusion:
     """Sums experts and ranks in bfloat16, rounding at every term: that is what ``roundings`` counts."""
 
     def __init__(
-        self, facts: DeviceFacts, load: Loader = ipc_names, agreements: Agreements = PROCESS_AGREEMENTS
-    ) -> None:
-        self._facts, self._load, self._agreements = facts, load, agreements
+        self, facts: DeviceFacts, load: Loader = ipc_names, agreements: Agreements = PROCESS_AGREEMENTS,
+        on_device: Callable[[str], AbstractContextManager[object]] = torch.cuda.device,
+    ) -> None:  # fmt: skip
+        self._facts, self._load, self._agreements, self._on_device = facts, load, agreements, on_device
         self.capabilities = FusionCapabilities(
             device_types=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), tp_sizes=frozenset({2, 4, 8, 16}),
-            one_host=True, roundings=16.0, weight_dtypes=WEIGHT_DTYPES, fewest_routed_rows=1,
+            one_host=True, most_tokens=MOST_ROWS, roundings=16.0, weight_dtypes=WEIGHT_DTYPES, fewest_routed_rows=1,
             most_routed_elements=MOST_ROUTED_ELEMENTS,
         )  # fmt: skip
 
@@ -50,7 +54,7 @@ class FlashInferIpcFusion:
             raise UnsupportedError(f"{NAME} workspace", support.reasons)
         agreement = self._agreements.of(signature.group, signature.tp_size)
         names = together(agreement, f"{NAME} workspace", self._load)
-        with torch.cuda.device(signature.device):
+        with self._on_device(signature.device):
             # The group is given: left out, it would be the whole world.
             native = names.make(
                 tp_size=signature.tp_size, tp_rank=signature.rank, max_token_num=signature.max_m,

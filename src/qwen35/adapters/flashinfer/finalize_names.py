@@ -25,6 +25,9 @@ class FusionNames:
 
 Loader = Callable[[], FusionNames]
 
+#: A module by its name.
+Importer = Callable[[str], Any]
+
 _COMM = "flashinfer.comm"
 _MULTICAST = (
     (_COMM, "allreduce_fusion"), (_COMM, "AllReduceFusionPattern"), (f"{_COMM}.mnnvl_cutedsl", "DEFAULT_CONFIG"),
@@ -36,15 +39,15 @@ _IPC = (
 )  # fmt: skip
 
 
-def multicast_names() -> FusionNames:
+def multicast_names(importing: Importer = import_module) -> FusionNames:
     """The CuTe DSL backend; raises ``UnavailableError`` naming everything that is missing."""
-    launch, patterns, config, make = _imported(_MULTICAST)
+    launch, patterns, config, make = _imported(_MULTICAST, importing)
     return _with_patterns(make, launch, patterns, config)
 
 
-def ipc_names() -> FusionNames:
+def ipc_names(importing: Importer = import_module) -> FusionNames:
     """The IPC backend, by its own class: the factory's automatic choice could take multicast."""
-    launch, patterns, make = _imported(_IPC)
+    launch, patterns, make = _imported(_IPC, importing)
     return _with_patterns(make, launch, patterns, None)
 
 
@@ -62,12 +65,12 @@ def _with_patterns(make: Any, launch: Any, patterns: Any, config: Any) -> Fusion
     return FusionNames(make, launch, known[wanted[0]], known[wanted[1]], config)
 
 
-def _imported(wanted: tuple[tuple[str, str], ...]) -> list[Any]:
+def _imported(wanted: tuple[tuple[str, str], ...], importing: Importer) -> list[Any]:
     """Every (module, name), all of them or an error: half an interface is none."""
     found, missing = [], []
     for module, name in wanted:
         try:
-            found.append(getattr(import_module(module), name))
+            found.append(getattr(importing(module), name))
         except (ImportError, AttributeError, RuntimeError) as exc:
             missing.append(f"unavailable: missing {module}.{name} ({exc})")
     if missing:

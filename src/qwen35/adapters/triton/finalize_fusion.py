@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from qwen35.adapters.triton.finalize_launch import Cut, Rows, Tuning, launch
-from qwen35.adapters.triton.finalize_mailboxes import Mailboxes, PeerMemory, local_mailboxes, sizes, symmetric_mailboxes
+from qwen35.adapters.triton.finalize_mailboxes import (
+    Mailboxes,
+    PeerMemory,
+    against_backend,
+    chosen_backend,
+    local_mailboxes,
+    sizes,
+    symmetric_mailboxes,
+)
 from qwen35.adapters.triton.finalize_warm_up import WarmUp
 from qwen35.adapters.triton.kernels.finalize_common import BUFFERS
 from qwen35.domain.capabilities import Support
@@ -51,8 +60,9 @@ class TritonFinalizeFusion:
 
     def __init__(
         self, facts: DeviceFacts, *, checked: bool = False, timeout_s: float = 30.0, tuning: Tuning | None = None,
-        agreements: Agreements = PROCESS_AGREEMENTS,
+        agreements: Agreements = PROCESS_AGREEMENTS, backend_of: Callable[[str], str | None] = chosen_backend,
     ) -> None:  # fmt: skip
+        self._backend_of = backend_of
         self._facts, self._tuning, self._agreements = facts, tuning or Tuning(), agreements
         self._spin_limit = _reads(timeout_s) if checked else 0
         self.capabilities = FusionCapabilities(device_types=frozenset({"cuda"}), one_host=True)
@@ -63,6 +73,8 @@ class TritonFinalizeFusion:
             reasons.append(f"hidden requires a multiple of {_WIDTH_MULTIPLE}, got {signature.hidden}")
         if signature.tp_size > 1:
             reasons += self._facts.no_symmetric_memory
+            if not reasons:  # asked of a CUDA device only
+                reasons += against_backend(self._backend_of(signature.device))
         return Support.of(*reasons)
 
     def prepare(self, signature: WorkspaceSignature) -> TritonWorkspace:

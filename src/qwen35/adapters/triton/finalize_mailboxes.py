@@ -88,6 +88,20 @@ class PeerMemory(Protocol):
         Collective."""
 
 
+def chosen_backend(device: str) -> str | None:
+    """Torch's symmetric memory backend for ``device``, None where the process has none yet."""
+    from torch.distributed import _symmetric_memory as symmetric_memory
+
+    return symmetric_memory.get_backend(torch.device(device))
+
+
+def against_backend(chosen: str | None) -> tuple[str, ...]:
+    """Why a backend that the process has chosen already cannot be used. One that it has not is chosen here."""
+    if chosen in (None, SYMMETRIC_BACKEND):
+        return ()
+    return (f"symmetric memory backend requires {SYMMETRIC_BACKEND}, got {chosen}",)
+
+
 class SymmetricMemory:
     """Torch's, mapped between peers of one host. A backend that the process has already chosen is kept."""
 
@@ -95,13 +109,11 @@ class SymmetricMemory:
         from torch.distributed import _symmetric_memory as symmetric_memory
 
         where = torch.device(device)
-        if symmetric_memory.get_backend(where) is None:
+        if chosen_backend(device) is None:
             symmetric_memory.set_backend(SYMMETRIC_BACKEND)
-        backend = symmetric_memory.get_backend(where)
-        if backend != SYMMETRIC_BACKEND:
-            raise UnsupportedError(
-                "symmetric memory", [f"symmetric memory backend requires {SYMMETRIC_BACKEND}, got {backend}"]
-            )
+        reasons = against_backend(chosen_backend(device))
+        if reasons:
+            raise UnsupportedError("symmetric memory", reasons)
         return symmetric_memory.empty(size, dtype=torch.uint8, device=where)
 
     def meet(self, own: Tensor, group: Any) -> tuple[Sequence[Tensor], Any]:
