@@ -1,8 +1,7 @@
-"""Whose kernels run on a GPU: every adapter, through the container with a fallback at hand that must not be needed."""
+"""What a GPU does for calls through the container, with a fallback at hand: its kernels, and the memory that is added."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,10 +9,11 @@ import torch
 
 import qwen35
 from device_kernels import kernels
+from own_kernel_names import owners
 from qwen35.container import Container
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.geometry import GdnGeometry
-from qwen35.ports.gated_delta_rule import CommitCall, DecodeCall, ExtendCall, GdnPlan, VerifyCall
+from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, GdnPlan, VerifyCall
 from qwen35.services.gated_delta_rule import PORT
 from qwen35.services.platform import detect_platform
 from qwen35.services.registry import AdapterRegistry
@@ -26,21 +26,6 @@ ADAPTERS = ("triton", "flashinfer", "sglang")
 GEOMETRY = GdnGeometry(key_heads=2, value_heads=8, key_width=128, value_width=128)
 NULL = 0
 LENGTHS = {Phase.DECODE: (1, 1, 1), Phase.EXTEND: (65, 3, 130), Phase.VERIFY: (3, 3, 3)}
-#: What the profiler calls the kernel that does the phase's work. CuTe DSL puts "kernel_cutlass_" before a name.
-OWN: dict[str, dict[Phase, str]] = {
-    "triton": {
-        Phase.DECODE: r"^decode_kernel", Phase.EXTEND: r"^(chunk|scan)_kernel", Phase.VERIFY: r"^verify_kernel",
-        Phase.COMMIT: r"^commit_kernel",
-    },
-    "flashinfer": {
-        Phase.DECODE: r"gdn_decode|gdn_wide_vec", Phase.EXTEND: r"kernel_cutlass",
-        Phase.VERIFY: r"gdn_verify|gdn_decode_bf16state_mtp|gdn_wide_vec", Phase.COMMIT: r"^_commit",
-    },
-    "sglang": {
-        Phase.DECODE: r"packed_decode_kernel", Phase.EXTEND: r"^chunk_gated_delta_rule_fwd",
-        Phase.VERIFY: r"fused_sigmoid_gating_delta_rule_update", Phase.COMMIT: r"^_commit",
-    },
-}  # fmt: skip
 
 
 class Served:
@@ -72,21 +57,6 @@ class Served:
         slots = live_slots(self.layout, 3, pool, self.source)
         return random_call(self.layout, Row(phase, LENGTHS[phase]), states, slots, self.source)
 
-    def thunk(self, phase: Phase) -> Callable[[], object]:
-        if phase is Phase.COMMIT:
-            call = self.call(Phase.VERIFY)
-            assert isinstance(call, VerifyCall)
-            nodes = torch.zeros_like(call.intermediates)
-            commit = CommitCall(
-                states=call.states, slots=call.slots, intermediates=nodes, last=torch.zeros_like(call.slots)
-            )
-            return lambda: self.rule.commit(commit)
-        call, serve = (
-            self.call(phase),
-            {"decode": self.rule.decode, "extend": self.rule.extend, "verify": self.rule.verify},
-        )
-        return lambda: serve[str(phase)](call)
-
     def count(self, name: str, **labels: str) -> int:
         return self.container.counters().total(name, **labels)
 
@@ -104,24 +74,7 @@ def serve(seed: int) -> Iterator[Callable[[str, torch.dtype], Served]]:
         served.rule.close()
 
 
-def owners(names: list[str], phase: Phase) -> set[str]:
-    """The adapters whose kernel of ``phase`` is among ``names``; commit's are shared by two."""
-    return {name for name, own in OWN.items() if any(re.search(own[phase], found) for found in names)}
-
-
 Make = Callable[..., Served]
-
-
-@pytest.mark.parametrize("state", [F32, BF16])
-@pytest.mark.parametrize("phase", list(Phase))
-@pytest.mark.parametrize("name", ADAPTERS)
-def test_the_adapter_itself_serves_the_phase(serve: Make, name: str, phase: Phase, state: torch.dtype) -> None:
-    served = serve(name, state)
-    names = kernels(served.thunk(phase))
-    shared = {"flashinfer", "sglang"} if phase is Phase.COMMIT and name != "triton" else {name}
-    assert owners(names, phase) == shared, names
-    assert served.count("fallbacks") == 0
-    assert served.count("calls", adapter=name, phase=str(phase)) == served.count("calls") == 2
 
 
 def test_a_call_that_falls_back_shows_neither_the_kernel_nor_a_clean_count(serve: Make) -> None:

@@ -39,7 +39,9 @@ Call = DecodeCall | ExtendCall | VerifyCall
 class Served:
     """One adapter in a container, prepared on ``device``, and calls to hand it."""
 
-    def __init__(self, name: str, state: torch.dtype, seed: int, device: str = "cuda:0") -> None:
+    def __init__(
+        self, name: str, state: torch.dtype, seed: int, device: str = "cuda:0", split: str = "auto", tokens: int = 1100
+    ) -> None:
         usable = AdapterRegistry(detect_platform("cuda")).usable(PORT, name)
         if not usable:
             pytest.skip("; ".join(usable.reasons))
@@ -47,14 +49,23 @@ class Served:
             geometry=GEOMETRY, token_dtype=BF16, state_dtype=state, device=torch.device(device), null_slot=NULL
         )
         self.source = torch.Generator(device).manual_seed(seed)
-        self.container: Container = qwen35.build(gdn_decode=name, gdn_extend=name, gdn_verify=name, device="cuda")
+        self.container: Container = qwen35.build(
+            gdn_decode=name, gdn_extend=name, gdn_verify=name, device="cuda", prefill_split=split
+        )
         self.rule = self.container.gated_delta_rule()
         self.rule.prepare(
             GdnPlan(
-                geometry=GEOMETRY, state_dtype=state, device=self.layout.device, max_batch=48, max_tokens=1100,
+                geometry=GEOMETRY, state_dtype=state, device=self.layout.device, max_batch=48, max_tokens=tokens,
                 max_draft=3, null_slot=NULL,
             )
         )  # fmt: skip
+
+    def prompts(self, lengths: tuple[int, ...]) -> ExtendCall:
+        states = random_pool(self.layout, len(lengths) + 1, self.source)
+        slots = live_slots(self.layout, len(lengths), len(lengths) + 1, self.source)
+        call = random_call(self.layout, Row(Phase.EXTEND, lengths), states, slots, self.source)
+        assert isinstance(call, ExtendCall)
+        return call
 
     def call(self, phase: Phase) -> Call:
         states = random_pool(self.layout, POOL, self.source)
@@ -150,6 +161,41 @@ def test_calls_on_two_streams_at_once_give_what_each_gives_alone(
         same(got, want, f"{name} {phase}, seed {seed}")
     held, bound = served.held()
     assert 0 <= held <= bound
+
+
+@pytest.mark.parametrize("adapters", [1, 2], ids=["one adapter", "two adapters"])
+@pytest.mark.parametrize("split", ["on", "off"], ids=["sequence split", "one pass"])
+def test_prefills_on_two_streams_share_the_workspaces_that_flashinfer_keeps(
+    containers: list[Container], split: str, adapters: int, seed: int
+) -> None:
+    """They are the process's and grow: a prefill replaces what one on the other stream may still be at work in, and the
+    allocator gives what was replaced to the next that asks. So every call is longer than those before it, and what the
+    streams leave free is overwritten at once."""
+    served = [Served("flashinfer", F32, seed + i, split=split, tokens=12_000) for i in range(adapters)]
+    containers += [one.container for one in served]
+    users = served * (2 // adapters)
+    served[0].serve(served[0].prompts((1024,)))  # compiles
+    at_once = [
+        [user.prompts((1024 + 600 * turn + 300 * i, 1024 + 100 * turn)) for turn in range(8)]
+        for i, user in enumerate(users)
+    ]
+    alone = [[copied(call) for call in calls] for calls in at_once]
+    streams = [torch.cuda.Stream() for _ in users]
+    torch.cuda.synchronize()
+    for stream in streams:
+        busy(stream)
+    for turn in range(8):
+        for stream, user, calls in zip(streams, users, at_once, strict=True):
+            with torch.cuda.stream(stream):
+                user.serve(calls[turn])
+                for size in (1 << 14, 1 << 18, 1 << 21, 1 << 23, 1 << 25):
+                    torch.full((size,), float("nan"), device="cuda")
+    torch.cuda.synchronize()
+    for user, calls, wants in zip(users, at_once, alone, strict=True):
+        for got, want in zip(calls, wants, strict=True):
+            user.serve(want)
+            torch.cuda.synchronize()
+            same(got, want, f"prefill of {got.v.shape[0]} tokens, seed {seed}")
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["first seen inside capture", "warmed up"])
