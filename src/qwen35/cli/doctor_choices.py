@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypedDict
 
-from qwen35.domain.errors import Qwen35Error
+from qwen35.domain.errors import Qwen35Error, UnavailableError
 
 if TYPE_CHECKING:
+    from qwen35.domain.finalize_signature import WorkspaceSignature
     from qwen35.services.registry import AdapterRegistry
     from qwen35.settings import Settings
 
@@ -19,6 +21,9 @@ _SPLIT_RULES = {
     "off": "every extend takes one pass",
 }
 _RULE, _CONVOLUTION, _FINALIZE = "gated_delta_rule", "short_convolution", "finalize_fusion"
+
+#: What the finalize's adapters are asked about: a public geometry, and as many tokens as a long prefill's chunk.
+_EXAMPLE, _TOKENS = "35B-A3B", 8192
 
 
 class ChoiceFacts(TypedDict):
@@ -129,27 +134,59 @@ def _shadow(registry: AdapterRegistry, settings: Settings) -> ChoiceFacts:
 
 
 def _finalize(registry: AdapterRegistry, requested: str) -> ChoiceFacts:
-    """What this process sees alone: which adapter is taken all ranks agree on in ``prepare``."""
+    """What the service's own choice says of an example as far as this process sees alone: in ``prepare`` all ranks
+    agree on it."""
+    from qwen35.domain.finalize_capabilities import DeviceFacts
+    from qwen35.services.finalize_agreement import Alone
+    from qwen35.services.finalize_choice import choose_fusion
     from qwen35.services.finalize_fusion import OFF
 
     if requested == OFF:
         return _facts("finalize", _FINALIZE, requested, f"off: no layer ends in the fused finalize{_policy(requested)}")
+    asked = _example(registry)
+    example = f"{_EXAMPLE} on {asked.tp_size} ranks, up to {asked.max_m} tokens"
     try:
-        names = registry.names(_FINALIZE) if requested == "auto" else (registry.entry(_FINALIZE, requested).name,)
+        choice = choose_fusion(registry, requested, asked, DeviceFacts(device=asked.device), Alone())
+    except UnavailableError as exc:
+        reason = f"build() works, prepare() among ranks would fail for {example}"
+        facts = _facts("finalize", _FINALIZE, requested, reason, ok=False)
+        facts["rejected"] = _by_adapter(registry, exc.reasons, requested)
+        return facts
     except Qwen35Error as exc:
         return _facts("finalize", _FINALIZE, requested, f"build() would fail: {exc}", ok=False)
-    rejected: dict[str, list[str]] = {}
-    for name in names:
-        support = registry.usable(_FINALIZE, name)
-        if support:
-            reason = f"the first usable here; prepare() asks every rank{_policy(requested)}"
-            facts = _facts("finalize", _FINALIZE, requested, reason)
-            facts["adapter"], facts["rejected"] = name, rejected
-            return facts
-        rejected[name] = list(support.reasons)
-    facts = _facts("finalize", _FINALIZE, requested, "build() works, prepare() among ranks would fail", ok=False)
-    facts["rejected"] = rejected
+    reason = f"the first usable here for {example}; prepare() asks every rank{_policy(requested)}"
+    facts = _facts("finalize", _FINALIZE, requested, reason)
+    facts["adapter"] = choice.name
+    facts["rejected"] = {name: [_own(text) for text in why] for name, why in choice.rejected.items()}
     return facts
+
+
+def _example(registry: AdapterRegistry) -> WorkspaceSignature:
+    """A public geometry on this process's ranks, two at least; nobody's group."""
+    from qwen35.domain.finalize_signature import WorkspaceSignature
+    from qwen35.domain.geometry import public_geometry
+    from qwen35.settings import launch_environment
+
+    geometry = public_geometry(_EXAMPLE)
+    return WorkspaceSignature(
+        group=None, tp_size=max(2, launch_environment().world_size), rank=0, hidden=geometry.hidden,
+        top_k=geometry.top_k, max_m=_TOKENS, device=registry.platform.device, speculative=False,
+    )  # fmt: skip
+
+
+def _by_adapter(registry: AdapterRegistry, reasons: Iterable[str], requested: str) -> dict[str, list[str]]:
+    """The reasons of an error of the choice, which names the adapter of each unless asking one failed."""
+    rejected: dict[str, list[str]] = {}
+    for reason in reasons:
+        name, _, text = reason.partition(": ")
+        known = name in registry.names(_FINALIZE)
+        rejected.setdefault(name if known else requested, []).append(_own(text if known else reason))
+    return rejected
+
+
+def _own(reason: str) -> str:
+    """A reason without its rank, which is this process."""
+    return reason.removeprefix("rank 0: ")
 
 
 def _policy(requested: str) -> str:

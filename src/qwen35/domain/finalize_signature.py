@@ -16,7 +16,8 @@ class WorkspaceSignature:
     """Everything that a workspace is compiled and sized for.
 
     ``group`` is the process group over which the sum runs, held strongly: its identity is part of the
-    signature, and the number of a group that died could be given to another. ``device`` carries an index
+    signature, and the number of a group that died could be given to another; None in an example, by which an adapter is
+    asked what it would serve, and for one rank. ``device`` carries an index
     ("cuda:0") or is "cpu". ``weight_bias`` is added to gamma (0.0 where gamma already is the checkpoint's
     weight plus one). ``speculative``: graphs of draft and verify steps may alternate, so a kernel must not load the
     shared expert's output before the kernel ahead of it has ended; true unless the engine knows that it does not

@@ -78,11 +78,12 @@ class FlashInferMulticastFusion:
         reasons += facts.no_multicast
         if reasons:
             return Support.of(*reasons, *installed())
-        size, rank = self._shape_of(signature.group)
-        if size != signature.tp_size:
-            reasons.append(f"process group requires {signature.tp_size} ranks, got {size}")
-        if rank != signature.rank:
-            reasons.append(f"process group requires rank {signature.rank}, got {rank}")
+        if signature.group is not None:
+            size, rank = self._shape_of(signature.group)
+            if size != signature.tp_size:
+                reasons.append(f"process group requires {signature.tp_size} ranks, got {size}")
+            if rank != signature.rank:
+                reasons.append(f"process group requires rank {signature.rank}, got {rank}")
         try:
             reasons += _against_profile(self._load(), signature)
         except UnavailableError as exc:
