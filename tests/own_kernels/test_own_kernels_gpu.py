@@ -1,4 +1,4 @@
-"""What a GPU does for calls through the container, with a fallback at hand: its kernels, and the memory that is added."""
+"""What a GPU does for calls through the container, with a fallback at hand: its kernels, and the memory it adds."""
 
 from __future__ import annotations
 
