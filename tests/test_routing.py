@@ -12,12 +12,16 @@ from torch import Tensor
 
 import qwen35
 from fakes import FakeGatedDeltaRule, decode_call, fake_entry
+from flashinfer_bed import Bed
 from qwen35.container import Container
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import CaptureError, UnsupportedError
 from qwen35.domain.geometry import GdnGeometry
 from qwen35.ports.adapter import SaysBranches
 from qwen35.ports.gated_delta_rule import DecodeCall, GdnPlan
+from qwen35.services.alignment_guard import AlignmentGuard
+from qwen35.services.assembly import guarded
+from qwen35.services.counters import Counters
 from qwen35.services.gated_delta_rule import GatedDeltaRuleService
 from qwen35.services.routing import Decision
 
@@ -166,6 +170,22 @@ def test_an_adapter_that_does_not_say_has_no_branch() -> None:
     rule.decode(decode_call())
     assert decided(rule).branch is None
     assert not isinstance(FakeGatedDeltaRule(1.0), SaysBranches)
+
+
+@pytest.mark.parametrize(("split", "branch"), [("on", "sequence split"), ("off", "one pass")])
+def test_flashinfers_prefill_is_named_in_the_decision(split: str, branch: str) -> None:
+    bed, counters = Bed(split=split), Counters()
+    adapter = guarded("flashinfer", bed.adapter, counters)
+    phases = (Phase.DECODE, Phase.EXTEND, Phase.VERIFY)
+    rule = GatedDeltaRuleService(dict.fromkeys(phases, ("flashinfer", adapter)), counters)
+    assert isinstance(adapter, AlignmentGuard)
+    assert {d.branch for d in rule.decisions} == {None}
+    rule.extend(bed.extend([3], [1]))
+    rule.decode(bed.decode([3, 1]))
+    said = {d.phase: d.branch for d in rule.decisions}
+    assert said[Phase.EXTEND] == branch
+    assert (said[Phase.DECODE] or "").startswith("pool by index")
+    assert said[Phase.VERIFY] is said[Phase.COMMIT] is None
 
 
 @pytest.mark.row("D12")

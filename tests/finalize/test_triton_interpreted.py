@@ -131,19 +131,42 @@ def test_mailboxes_serve_many_uses_in_a_row_of_either_kind_and_any_size() -> Non
         assert_right(ranks, case, ranks.run(case, one_shot=seed % 3 != 2))
 
 
-@pytest.mark.parametrize("one_shot", [True, False], ids=["one-shot", "two-step"])
-def test_every_use_leaves_nothing_behind_that_a_later_one_could_take_for_its_own(one_shot: bool) -> None:
+#: Uses by (rows, one-shot): what follows a use whose row programs share is one of each kind.
+SHARED_ROW, ROW_EACH, TWO_STEPS, ONE_OF_TWO_STEPS = (1, True), (3, True), (3, False), (1, False)
+
+
+@pytest.mark.parametrize(
+    ("tuned", "uses"),
+    [
+        ({}, (ROW_EACH, SHARED_ROW, SHARED_ROW, SHARED_ROW, SHARED_ROW, SHARED_ROW)),
+        ({}, (SHARED_ROW, ROW_EACH, SHARED_ROW, SHARED_ROW, ROW_EACH, ROW_EACH, SHARED_ROW)),
+        ({"wave": 1}, (SHARED_ROW, ROW_EACH, SHARED_ROW, SHARED_ROW, ROW_EACH, ROW_EACH, SHARED_ROW)),
+        ({}, (TWO_STEPS, ONE_OF_TWO_STEPS, ONE_OF_TWO_STEPS, ONE_OF_TWO_STEPS, ONE_OF_TWO_STEPS)),
+        ({}, (SHARED_ROW, TWO_STEPS, SHARED_ROW, SHARED_ROW, ONE_OF_TWO_STEPS, ROW_EACH, TWO_STEPS)),
+    ],
+    ids=["shared", "shared and single", "shared and looping", "two-step", "shared and two-step"],
+)
+def test_every_use_leaves_nothing_behind_that_a_later_one_could_take_for_its_own(
+    tuned: dict[str, int], uses: tuple[tuple[int, bool], ...]
+) -> None:
     """All words are unmarked again but those of a row shared by programs, whose last buffer waits for its next use."""
-    ranks = Ranks(2, hidden=32, top_k=1, max_m=3)
-    for use, m in enumerate((3, 1, 1, 1, 1, 1), start=1):
-        ranks.run(case_of(ranks, m, use), one_shot=one_shot)
+    ranks = Ranks(2, hidden=32, top_k=1, max_m=3, **tuned)
+    assert [ranks.cuts[0].splits(m) for m in (1, 3)] == [2, 1]
+    assert ranks.cuts[0].single(3) is not bool(tuned)
+    epochs, shared = [0, 0, 0], [False, False, False]
+    for use, (m, one_shot) in enumerate(uses, start=1):
+        case = case_of(ranks, m, use)
+        assert_right(ranks, case, ranks.run(case, one_shot=one_shot))
+        for row in range(m):
+            epochs[row] += 1
+            shared[row] = one_shot and m == 1
         for mail in ranks.mail:
-            assert mail.epochs.tolist() == [use, 1, 1], f"use {use}"
+            assert mail.epochs.tolist() == epochs, f"use {use}"
             assert bool((mail.outbox == -1).all()), f"use {use}"
             held = (mail.inbox.view(3, 4, -1) != -1).any(-1)
-            shared = one_shot and m == 1
             expected = torch.zeros(3, 4, dtype=torch.bool)
-            expected[0, (use - 1) % 4] = shared
+            for row in range(3):
+                expected[row, (epochs[row] - 1) % 4] = shared[row]
             assert torch.equal(held, expected), f"use {use}: words left in {held.nonzero().tolist()}"
 
 
@@ -157,23 +180,27 @@ def test_terms_that_do_not_count_leave_no_trace(changes: dict[str, float]) -> No
 
 
 @pytest.mark.row("A26")
-def test_negative_zero_and_not_a_number_are_values_like_any_other() -> None:
-    """Neither the sentinel's own bits nor -0.0 may be taken for "has not arrived"."""
+@pytest.mark.parametrize(("dtype", "wire"), [("float32", "float32"), ("bfloat16", "float32"), ("bfloat16", "bfloat16")])
+@pytest.mark.parametrize("one_shot", [True, False], ids=["one-shot", "two-step"])
+def test_negative_zero_and_not_a_number_are_values_like_any_other(one_shot: bool, dtype: str, wire: str) -> None:
+    """Neither the sentinel's own bits nor -0.0 may be taken for "has not arrived", on the way to the owner or back."""
+    words = {"float32": torch.int32, "bfloat16": torch.int16}[dtype]
+    tokens = {"float32": torch.float32, "bfloat16": torch.bfloat16}[dtype]
 
     class Odd(FinalizeCase):
         def local(self, rank: int) -> Tensor:
-            value = torch.full((self.m, self.hidden), -0.0)
-            value[1] = torch.tensor(-1, dtype=torch.int32).view(torch.float32)
+            value = torch.full((self.m, self.hidden), -0.0, dtype=tokens)
+            value[1] = torch.tensor(-1, dtype=words).view(tokens)
             return value
 
-    ranks = Ranks(2, hidden=32, top_k=2, max_m=4)
-    case = Odd(seed=1, m=3, top_k=2, hidden=32, tp_size=2, dtype="float32")
-    for one_shot in (True, False):
-        norm, residual = ranks.run(case, one_shot=one_shot, experts=False)[1]
-        assert torch.equal(residual[0], case.residual()[0])
-        assert norm[1].isnan().all()
-        assert residual[1].isnan().all()
-        assert not norm[2].isnan().any()
+    ranks = Ranks(2, hidden=32, top_k=2, max_m=4, dtype=dtype, wire=wire)
+    case = Odd(seed=1, m=3, top_k=2, hidden=32, tp_size=2, dtype=dtype)
+    norm, residual = ranks.run(case, one_shot=one_shot, experts=False, spins=50)[1]
+    assert all(mail.missing.tolist() == [0, 0] for mail in ranks.mail), "a value was taken for one that is missing"
+    assert torch.equal(residual[0], case.residual()[0])
+    assert norm[1].isnan().all()
+    assert residual[1].isnan().all()
+    assert not norm[2].isnan().any()
 
 
 @pytest.mark.parametrize("wire", ["float32", "bfloat16"])
