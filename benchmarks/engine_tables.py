@@ -25,9 +25,9 @@ def engines_table(report: Row) -> str:
         ("our calls counted", lambda row: _calls(row.get("counters", {}))),
     ]  # fmt: skip
     used = [column for column in columns if any(column[1](row) for row in report["rows"])]
-    lines = [
-        _caption(report, "Ratios are of tokens a second, round by round: the median (quartiles)." if ratios else "")
-    ]
+    spread = any(f["low"] != f["high"] for row in report["rows"] for f in row.get("throughput_ratio", {}).values())
+    how = "round by round: the median (quartiles)" if spread else "of each engine's own median"
+    lines = [_caption(report, f"Ratios are of tokens a second, {how}." if ratios else "")]
     lines += ["", f"| engine | {' | '.join(name for name, _ in used)} |", "| --- " * (len(used) + 1) + "|"]
     lines += [f"| {row['tag']} | {' | '.join(cell(row) for _, cell in used)} |" for row in report["rows"]]
     lines += [f"- not there: {name}" for name in report.get("missing", ())]
