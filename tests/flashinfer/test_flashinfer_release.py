@@ -127,6 +127,13 @@ def test_a_package_that_does_not_say_where_it_is_is_missing(monkeypatch: pytest.
     assert any(f"missing {name}" in reason for reason in probe(HOPPER).reasons)
 
 
+def test_the_triton_adapters_are_not_offered_where_triton_does_not_say_where_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    assert triton_entries.probe(HOPPER).reasons == ("triton is not installed",)
+
+
 @pytest.mark.parametrize("kind", [flashinfer_entries, sglang_entries, triton_entries])
 def test_an_older_gpu_than_stated_is_refused_by_the_number_stated(kind: ModuleType) -> None:
     major, minor = kind.MIN_COMPUTE_CAPABILITY

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
+from qwen35.adapters._kernels.sources import found_spec
 from qwen35.domain.capabilities import Support
 from qwen35.domain.platform import Platform
 from qwen35.ports.adapter import AdapterEntry, AdapterOptions
@@ -15,7 +15,7 @@ MIN_COMPUTE_CAPABILITY = (8, 0)
 
 def probe(platform: Platform) -> Support:
     """Whether our Triton kernels run there: a GPU of compute capability 8.0, or Triton's interpreter."""
-    if find_spec("triton") is None:
+    if found_spec("triton") is None:
         return Support.of("triton is not installed")
     if platform.device_type != "cuda":
         import triton
