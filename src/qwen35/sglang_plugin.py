@@ -77,6 +77,9 @@ class Running:
 
 
 _RUNNING: list[Running] = []
+#: What was uninstalled. CUDA graphs that were captured by then hold addresses of its scratch, parameter copies and
+#: workspaces, and nothing tells when the last of them is gone: that memory is held until the process ends.
+_OUTLIVED: list[Running] = []
 
 
 def register() -> None:
@@ -103,13 +106,15 @@ def running() -> Running | None:
 def uninstall() -> None:
     """Turn everything off: hooks pass straight on, and every live dispatcher has SGLang's own kernels again.
 
-    CUDA graphs that were captured keep the kernels that they captured.
+    CUDA graphs that were captured keep the kernels that they captured. So nothing that these may read is freed, and
+    where there are any, weight updates go on refreshing the parameter copies.
     """
     seam.uninstall()
     for one in _RUNNING:
         one.gdn.restore()
         if one.mirror is not None:
             one.mirror.stop()
+    _OUTLIVED.extend(_RUNNING)
     _RUNNING.clear()
 
 

@@ -11,6 +11,7 @@ import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -82,12 +83,16 @@ def said(exc: Exception) -> str:
 
 
 class _Switch:
-    """One patched target: passes calls to ``hook``, or straight on where there is none."""
+    """One patched target: passes calls to ``hook``, or straight on where there is none. The ``outliving`` hooks are
+    never off."""
 
     def __init__(self) -> None:
         self.hook: Hook | None = None
+        self.outliving: list[Hook] = []
 
     def around(self, original: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        for outliving in self.outliving:
+            original = partial(outliving, original)
         hook = self.hook
         return original(*args, **kwargs) if hook is None else hook(original, *args, **kwargs)
 
@@ -137,11 +142,16 @@ def install(release: str, targets: Mapping[str, Target], hooks: Mapping[str, Hoo
 
 
 def uninstall() -> None:
-    """Turn every hook off: patched functions go straight to SGLang's own."""
+    """Turn every hook off but those that outlive it: patched functions go straight to SGLang's own."""
     for switch in _SWITCHES.values():
         switch.hook = None
 
 
+def outlive(path: str, hook: Hook) -> None:
+    """Call ``hook`` around the patched target ``path`` from now on, whatever is turned off, until the process ends."""
+    _SWITCHES[path].outliving.append(hook)
+
+
 def installed() -> tuple[str, ...]:
-    """The targets whose hooks are on."""
+    """The targets whose hooks are on; those that outlive an uninstalled plugin are not among them."""
     return tuple(path for path, switch in _SWITCHES.items() if switch.hook is not None)

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from qwen35.adapters.sglang import seam
 from qwen35.adapters.sglang.seam import Hook
 from qwen35.adapters.sglang.seam_calls import EXTENDING, ExtendContext
 from qwen35.adapters.sglang.seam_determinism import deterministic, deterministic_note
@@ -16,8 +17,9 @@ from qwen35.adapters.sglang.seam_router import PORT, KernelRouter
 from qwen35.adapters.sglang.seams.release import Release
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import UnsupportedError
-from qwen35.ports.gated_delta_rule import GatedDeltaRule, GdnPlan
+from qwen35.ports.gated_delta_rule import GdnPlan
 from qwen35.services.counters import Counters
+from qwen35.services.gated_delta_rule import GatedDeltaRuleService
 
 logger = logging.getLogger("qwen35")
 
@@ -35,7 +37,7 @@ class GdnSeam:
     """
 
     def __init__(
-        self, release: Release, routes: Mapping[Phase, str], service: GatedDeltaRule | None, counters: Counters, *,
+        self, release: Release, routes: Mapping[Phase, str], service: GatedDeltaRuleService | None, counters: Counters, *,
         checked: bool = False, strict: bool = False, fallback: str | None = None,
     ) -> None:  # fmt: skip
         self._release, self._counters, self._strict, self._fallback = release, counters, strict, fallback
@@ -73,7 +75,8 @@ class GdnSeam:
     def restore(self) -> None:
         """Give every live dispatcher its own kernels back, and its backend the gathering that they need.
 
-        Graphs that were captured keep what they captured.
+        Graphs that were captured keep what they captured. The parameter copies that they read are refreshed after
+        weight updates as before.
         """
         for reference, originals in (*self._exchanged, *self._switched):
             owner = reference()
@@ -81,6 +84,10 @@ class GdnSeam:
                 setattr(owner, name, value)
         self._exchanged.clear()
         self._switched.clear()
+        service = self.router.service
+        if service is not None and service.captured:
+            for key in self._release.weight_updates:
+                seam.outlive(self._release.targets[key].path, self._around_weight_update)
 
     def _around_backend(self, original: Callable[..., None], backend: Any, model_runner: Any) -> None:
         original(backend, model_runner)
@@ -99,7 +106,7 @@ class GdnSeam:
             self._switched.append((weakref.ref(backend), {switch: getattr(backend, switch)}))
             setattr(backend, switch, False)
 
-    def _prepare(self, service: GatedDeltaRule, backend: Any, model_runner: Any) -> None:
+    def _prepare(self, service: GatedDeltaRuleService, backend: Any, model_runner: Any) -> None:
         plan = backend_plan(backend, model_runner, gathers_pool=self._release.gather_switch is None)
         self._plan = plan if self._plan is None else union(self._plan, plan)
         try:

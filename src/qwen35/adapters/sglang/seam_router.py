@@ -9,9 +9,9 @@ from typing import TypeVar
 from qwen35.adapters.sglang.seam_reasons import BoundedReasons
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import CaptureError, ContractError, UnsupportedError
-from qwen35.ports.gated_delta_rule import GatedDeltaRule
 from qwen35.services.counters import Counters
 from qwen35.services.devices import capturing
+from qwen35.services.gated_delta_rule import GatedDeltaRuleService
 
 logger = logging.getLogger("qwen35")
 
@@ -31,7 +31,7 @@ class KernelRouter:
     """
 
     def __init__(
-        self, routes: Mapping[Phase, str], service: GatedDeltaRule | None, counters: Counters, checked: bool = False
+        self, routes: Mapping[Phase, str], service: GatedDeltaRuleService | None, counters: Counters, checked: bool = False
     ) -> None:
         self.routes = dict(routes) if service is not None else {}
         self.checked = checked
@@ -39,12 +39,12 @@ class KernelRouter:
         self._reasons: dict[Phase, BoundedReasons] = {}
 
     @property
-    def service(self) -> GatedDeltaRule | None:
+    def service(self) -> GatedDeltaRuleService | None:
         """The service, None where no phase is routed."""
         return self._service if self.routes else None
 
     def serve(
-        self, phase: Phase, kernel: object, ours: Callable[[GatedDeltaRule], Result], own: Callable[[], Result]
+        self, phase: Phase, kernel: object, ours: Callable[[GatedDeltaRuleService], Result], own: Callable[[], Result]
     ) -> Result:
         """``ours`` where ``phase`` is routed; else, or where it refuses before anything is written, ``own``: the call
         of SGLang's ``kernel``, counted, with the reasons."""

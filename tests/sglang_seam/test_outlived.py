@@ -1,0 +1,103 @@
+"""What CUDA graphs that were captured with the plugin still read after it is uninstalled: held, and kept up to date."""
+
+from __future__ import annotations
+
+import gc
+import pkgutil
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from seam_machine import Machine, installed_seam, start
+from test_install import NAMES
+
+from fakes import FakeGatedDeltaRule, fake_entry
+from qwen35 import sglang_plugin
+from qwen35.adapters.sglang import seam
+from qwen35.container import build
+
+
+class Refreshed(FakeGatedDeltaRule):
+    """Counts how often its parameter copies were refreshed."""
+
+    def __init__(self) -> None:
+        super().__init__(0.0)
+        self.refreshed = 0
+
+    def refresh_parameters(self) -> int:
+        self.refreshed += 1
+        return 1
+
+
+def started(fake: FakeGatedDeltaRule) -> sglang_plugin.Running:
+    container = build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **NAMES)
+    return start(container, **NAMES)
+
+
+@contextmanager
+def capture() -> Iterator[None]:
+    """The body as inside CUDA graph capture, as far as a CPU shows it."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        yield
+
+
+def decode() -> None:
+    """A decode step of a new backend, through SGLang's own classes."""
+    machine = Machine()
+    packed, a, b = machine.tokens(2)
+    machine.metadata([3, 6], [0, 1, 2])
+    machine.backend.forward_decode(machine.layer, machine.batch("DECODE", [1, 1]), packed, a, b)
+
+
+def update_weights(key: str) -> None:
+    """A weight update that fails, after it may have changed parameters."""
+    update = pkgutil.resolve_name(installed_seam().targets[key].path)
+    with pytest.raises(AttributeError):
+        update(types.SimpleNamespace(offload_tags=set()), types.SimpleNamespace())  # neither weights nor workers
+
+
+def test_what_a_captured_graph_reads_outlives_the_plugin() -> None:
+    fake = Refreshed()
+    one = started(fake)
+    held = {"adapter": weakref.ref(fake), "container": weakref.ref(one.container), "seam": weakref.ref(one.gdn),
+            "service": weakref.ref(one.container.gated_delta_rule())}  # fmt: skip
+    decode()  # eagerly: the seam cannot know of every graph
+    sglang_plugin.uninstall()
+    del fake, one
+    gc.collect()
+    assert {name for name, reference in held.items() if reference() is None} == set()
+    adapter: Any = held["adapter"]()
+    assert adapter.closed == 0
+
+
+@pytest.mark.parametrize("key", installed_seam().weight_updates)
+def test_copies_that_captured_graphs_read_are_refreshed_after_the_plugin_is_off(key: str) -> None:
+    fake = Refreshed()
+    started(fake)
+    with capture():
+        decode()
+    assert len(fake.calls) == 1
+    sglang_plugin.uninstall()
+    assert seam.installed() == ()
+    update_weights(key)
+    assert fake.refreshed == 1
+    again = Refreshed()
+    started(again)
+    update_weights(key)
+    assert (fake.refreshed, again.refreshed) == (2, 1), "installed again, both have copies"
+
+
+def test_without_a_captured_graph_a_weight_update_is_sglangs_alone() -> None:
+    fake = Refreshed()
+    started(fake)
+    decode()
+    sglang_plugin.uninstall()
+    for key in installed_seam().weight_updates:
+        update_weights(key)
+    assert fake.refreshed == 0
