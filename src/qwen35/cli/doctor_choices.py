@@ -154,7 +154,8 @@ def _finalize(registry: AdapterRegistry, requested: str) -> ChoiceFacts:
         return facts
     except Qwen35Error as exc:
         return _facts("finalize", _FINALIZE, requested, f"build() would fail: {exc}", ok=False)
-    reason = f"the first usable here for {example}; prepare() asks every rank{_policy(requested)}"
+    fewer = "" if choice.max_m == asked.max_m else f", of which it serves {choice.max_m}: larger steps are not fused"
+    reason = f"the first usable here for {example}{fewer}; prepare() asks every rank{_policy(requested)}"
     facts = _facts("finalize", _FINALIZE, requested, reason)
     facts["adapter"] = choice.name
     facts["rejected"] = {name: [_own(text) for text in why] for name, why in choice.rejected.items()}

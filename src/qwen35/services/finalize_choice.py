@@ -17,10 +17,12 @@ PORT = "finalize_fusion"
 
 @dataclass(frozen=True, slots=True)
 class FusionChoice:
-    """The adapter taken, why, and why each better one was not: reasons bear the rank that has them."""
+    """The adapter taken, why, of how many tokens it serves steps (as many as asked for, or fewer), and why each better
+    one was not taken: reasons bear the rank that has them."""
 
     name: str
     reason: str
+    max_m: int
     rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -56,7 +58,8 @@ def choose_fusion(
             reasons += peers
         if not reasons:
             why = "named in the settings" if requested != AUTO else "best adapter that every rank can use"
-            return FusionChoice(name, why, rejected)
+            can: FusionCapabilities = adapters.adapter(PORT, name).capabilities
+            return FusionChoice(name, why, can.within(signature).max_m, rejected)
         rejected[name] = tuple(reasons)
     found = [f"{name}: {reason}" for name, reasons in rejected.items() for reason in reasons]
     raise UnavailableError(f"{PORT} adapter {requested!r}", found)
