@@ -186,13 +186,14 @@ def test_the_service_can_do_what_every_chosen_adapter_can_do() -> None:
     one.capabilities = replace(one.capabilities, key_widths=frozenset({64, 128}), trees=True, byte_alignment=1)
     two.capabilities = replace(
         two.capabilities, key_widths=frozenset({128, 256}), state_dtypes=frozenset({"float32"}), checkpoints=True,
-        min_compute_capability=(9, 0), byte_alignment=32,
+        min_compute_capability=(9, 0), byte_alignment=32, raw_only=frozenset({Phase.DECODE, Phase.EXTEND}),
     )  # fmt: skip
     entries = [fake_entry("one", one), fake_entry("two", two)]
     container = qwen35.build(device="cpu", adapters=entries, gdn_decode="one", gdn_extend="two", gdn_verify="one")
     can = container.gated_delta_rule().capabilities
     assert (can.key_widths, can.state_dtypes) == ({128}, {"float32"})
     assert (can.byte_alignment, can.min_compute_capability) == (32, (9, 0))
+    assert can.raw_only == {Phase.EXTEND}, "the first decodes, which takes log gates too"
     assert (can.trees, can.checkpoints) == (True, True), "trees are of verify, checkpoints of extend"
     assert can.deviations == {Clause.PRECISION: "beta is rounded", Clause.ORDER: "sorted inside"}
 

@@ -18,12 +18,12 @@ from qwen35.adapters.flashinfer.parameters import Float32
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import (
     ClosedError,
+    ConfigurationError,
     ContractError,
     DeviceError,
     DtypeError,
     Qwen35Error,
     ShapeError,
-    UnsupportedError,
 )
 from qwen35.ports.admission import DecodesKnown
 from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, LogGates, RawGates
@@ -352,7 +352,7 @@ def test_a_second_plan_that_would_pad_into_a_live_slot_is_refused_and_changes_no
 ) -> None:
     bed = Bed(state, prepared=False)
     planned(bed, first)
-    with pytest.raises(UnsupportedError, match=f"names {first[1]}.*, got {second[1]}"):
+    with pytest.raises(ConfigurationError, match=f"names {first[1]}.*, got {second[1]}"):
         planned(bed, second)
     call = bed.decode([3, 2], **({} if first[1] is None else {"write_slots": torch.tensor([-1, 2], dtype=torch.int32)}))
     if not bed.adapter.supports(call):
@@ -366,7 +366,7 @@ def test_a_second_plan_that_would_pad_into_a_live_slot_is_refused_and_changes_no
 
 def test_the_first_user_s_padding_keeps_its_null_slot_when_another_names_a_live_one() -> None:
     bed = Bed(BF16, null=0)
-    with pytest.raises(UnsupportedError, match="null slot requires"):
+    with pytest.raises(ConfigurationError, match="null slot requires"):
         bed.adapter.prepare(replace(bed.plan, null_slot=5))
     call = bed.decode([3, -1])
     before = call.states.clone()

@@ -78,6 +78,7 @@ class GatedDeltaRuleService:
         return replace(
             merged,
             phases=frozenset(p for p, can in by_phase.items() if p in can.phases),
+            raw_only=frozenset(p for p, can in by_phase.items() if p in can.raw_only),
             trees=by_phase[Phase.VERIFY].trees,
             checkpoints=by_phase[Phase.EXTEND].checkpoints,
             checkpoint_multiple=by_phase[Phase.EXTEND].checkpoint_multiple,

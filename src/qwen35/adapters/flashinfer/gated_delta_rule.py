@@ -106,7 +106,7 @@ class FlashInferGatedDeltaRule:
     def prepare(self, plan: GdnPlan) -> None:
         """Fix branches, reserve index scratch, compile decode and verify for the plan's heads. Waits for the device.
 
-        A later plan for the same geometry, dtypes and device widens the one before. Raises ``UnsupportedError`` where
+        A later plan for the same geometry, dtypes and device widens the one before. Raises ``ConfigurationError`` where
         it names another null slot, which padded rows of either user would write. A user who names none beside one who
         does has no rows that pad, and must pass no write slot -1.
         """

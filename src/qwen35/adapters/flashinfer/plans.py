@@ -14,7 +14,7 @@ from qwen35.adapters.flashinfer.behaviour import decode_batches, measure_decode,
 from qwen35.adapters.flashinfer.mends import Behaviour, Mend, decode_mend, verify_mend
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.domain.capabilities import Phase
-from qwen35.domain.errors import UnsupportedError
+from qwen35.domain.errors import ConfigurationError
 from qwen35.ports.gdn_calls import DecodeCall, ExtendCall, GdnPlan, VerifyCall
 from qwen35.ports.gdn_checks import call_geometry
 
@@ -37,7 +37,7 @@ class Plans:
         """Widen the plan for calls of this kind by ``plan``; what it is now, and whether that is news.
 
         ``stated``: by a user, who knows which slot is null; what covers a call does not say. Raises
-        ``UnsupportedError`` where another user knows otherwise.
+        ``ConfigurationError`` where another user knows otherwise.
         """
         key = _plan_key(plan)
         before = self._plans.get(key)
@@ -45,7 +45,8 @@ class Plans:
         if before is not None:
             reasons = null_slot_reasons(before, plan) if stated and key in self._stated else ()
             if reasons:
-                raise UnsupportedError("a second plan for FlashInfer", reasons)
+                # No fallback answers for this: calls under either plan would still be served under the other's slot.
+                raise ConfigurationError(f"a second plan for FlashInfer: {'; '.join(reasons)}")
             null_slot = before.null_slot if null_slot is None else null_slot
         if stated:
             self._stated.add(key)
