@@ -1,4 +1,4 @@
-"""Cases that share compiled kernels run in one worker of pytest-xdist (``--dist loadgroup``), where that is installed."""
+"""Cases that share compiled kernels run in one worker of pytest-xdist (`--dist loadgroup`), where that is there."""
 
 from __future__ import annotations
 
