@@ -38,7 +38,7 @@ def test_forward_modes_that_fuse(mode: str) -> None:
     assert run_step(machine.runner, ForwardMode[mode], lambda: gate(4)) is fuses
     if not fuses:
         (reason,) = machine.reasons("fusions_declined")
-        assert reason.startswith("forward mode requires decode, extend or target verify, got")
+        assert reason == "forward mode requires decode, extend or target verify"
     assert gate(4), "outside a step, as in a capture"
 
 
@@ -62,40 +62,42 @@ def test_a_draft_models_step_and_scattered_inputs_are_declined() -> None:
     assert gate(4)
     assert not machine.fused
     assert machine.reasons("fusions_declined") == {
-        "fusion requires the target model, got the draft model": 2,
-        "attention input requires to be whole on every rank, got a scattered one": 1,
+        "fusion requires the target model": 2,
+        "attention input requires to be whole on every rank": 1,
     }
-    assert machine.reasons("fallbacks") == {"fusion requires the target model, got the draft model": 1}
+    assert machine.reasons("fallbacks") == {"fusion requires the target model": 1}
 
 
 def test_calls_that_the_workspace_cannot_take_go_to_sglangs_own_function() -> None:
     machine = prepared()
     residual, weight = torch.randn(4, HIDDEN), torch.ones(HIDDEN)
+    fused(torch.randn(2049, HIDDEN), torch.randn(2049, HIDDEN), weight)
     cases = {
-        "m requires 1..2048, got 2049": (torch.randn(2049, HIDDEN), torch.randn(2049, HIDDEN), weight),
-        "m requires 1..2048, got 0": (torch.randn(0, HIDDEN), torch.randn(0, HIDDEN), weight),
-        "local must be [m, D] = [4, 16], got [4, 8]": (torch.randn(4, 8), torch.randn(4, 8), torch.ones(8)),
+        "m requires 1..2048": (torch.randn(0, HIDDEN), torch.randn(0, HIDDEN), weight),
+        "local must be [m, D] = [4, 16]": (torch.randn(4, 8), torch.randn(4, 8), torch.ones(8)),
         "local must be contiguous": (torch.randn(HIDDEN, 4).t(), residual, weight),
         "residual must be contiguous": (torch.randn(4, HIDDEN), torch.randn(HIDDEN, 4).t(), weight),
-        "local must be float32, got bfloat16": (residual.bfloat16(), residual.bfloat16(), weight.bfloat16()),
-        "gamma must be float32, got bfloat16": (residual, residual, weight.bfloat16()),
-        "input requires [m, D], got 3 dimensions": (residual[None], residual[None], weight),
+        "local must be float32": (residual.bfloat16(), residual.bfloat16(), weight.bfloat16()),
+        "gamma must be float32": (residual, residual, weight.bfloat16()),
+        "input requires [m, D]": (residual[None], residual[None], weight),
     }
     for reason, (x, total, gamma) in cases.items():
         before = machine.reasons("fallbacks")
         norm, _ = fused(x, total, gamma)
-        (new,) = set(machine.reasons("fallbacks")) - set(before)
+        after = machine.reasons("fallbacks")
+        (new,) = (label for label in after if after[label] != before.get(label))
         assert new.startswith(reason)
         assert bool((norm == 7.0).all()), "SGLang's own function answered"
     assert not machine.fused
-    assert len(ENGINE.calls) == len(cases)
+    assert len(ENGINE.calls) == len(cases) + 1
+    assert machine.reasons("fallbacks")["m requires 1..2048"] == 2, "too many and none are one kind"
 
 
 def test_another_eps_is_another_norm() -> None:
     machine = prepared()
     x = torch.randn(4, HIDDEN)
     fused(x, x, torch.ones(HIDDEN), eps=1e-5)
-    assert machine.reasons("fallbacks") == {"eps requires 1e-06, got 1e-05": 1}
+    assert machine.reasons("fallbacks") == {"eps requires 1e-06": 1}
     assert not machine.fused
 
 
@@ -105,7 +107,7 @@ def test_a_sum_over_another_group_is_left_to_sglang() -> None:
         machine = prepared()
         machine.norm(4, attention=False)
         assert not machine.fused
-        assert list(machine.reasons("fallbacks")) == ["sum requires the tensor-parallel group of 4 ranks, got one of 2"]
+        assert list(machine.reasons("fallbacks")) == ["sum requires the tensor-parallel group of 4 ranks"]
         machine.norm(4)
         assert len(machine.fused) == 1, "attention's own group is the workspace's"
 

@@ -234,7 +234,7 @@ def test_an_extend_that_must_not_update_the_pool_is_sglangs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("argument", "reason"), [("replayssm_d", "ReplaySSM"), ("window_mask", "known arguments, got window_mask")]
+    ("argument", "reason"), [("replayssm_d", "ReplaySSM"), ("window_mask", "requires known arguments")]
 )
 def test_a_decode_with_arguments_that_change_its_meaning_is_sglangs(argument: str, reason: str) -> None:
     one = start(**ALL)

@@ -51,7 +51,7 @@ class FusionSeam:
     ) -> None:  # fmt: skip
         self._release, self._requested, self._service = release, requested, service
         self._counters, self._ranks, self._strict = counters, ranks, strict
-        self._reasons = BoundedReasons()
+        self._refusals, self._declines = BoundedReasons(), BoundedReasons()
         self._launch: FusedLaunch | None = None
         self._step: Step | None = None
         self.notes: list[str] = []
@@ -140,7 +140,7 @@ class FusionSeam:
         for reason in decision.reasons:
             self._counters.add(
                 "fusions_declined", port=PORT, phase=PHASE, adapter=str(self._requested), mode=_mode(),
-                reason=self._reasons.label(reason),
+                reason=self._declines.label(reason),
             )  # fmt: skip
         return original(batch_size)
 
@@ -189,11 +189,12 @@ class FusionSeam:
 
     def _count_refused(self, reasons: Sequence[str]) -> None:
         for reason in reasons:
-            if self._reasons.new(reason):
-                logger.warning("SGLang's own fused norm serves instead of %s: %s", self._requested, reason)
+            line = self._refusals.line(reason)
+            if line is not None:
+                logger.warning("SGLang's own fused norm serves instead of %s: %s", self._requested, line)
             self._counters.add(
                 "fallbacks", port=PORT, phase=PHASE, adapter="engine", instead_of=str(self._requested), mode=_mode(),
-                reason=self._reasons.label(reason),
+                reason=self._refusals.label(reason),
             )  # fmt: skip
 
     def _note(self, text: str) -> None:

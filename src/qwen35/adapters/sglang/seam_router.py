@@ -47,7 +47,7 @@ class KernelRouter:
         self, phase: Phase, kernel: object, ours: Callable[[GatedDeltaRuleService], Result], own: Callable[[], Result]
     ) -> Result:
         """``ours`` where ``phase`` is routed; else, or where it refuses before anything is written, ``own``: the call
-        of SGLang's ``kernel``, counted, with the reasons."""
+        of SGLang's ``kernel``, counted by kind of reason; one of each kind is logged."""
         if phase in self.routes and self._service is not None:
             try:
                 return ours(self._service)
@@ -63,9 +63,10 @@ class KernelRouter:
 
     def _count_refusal(self, phase: Phase, kernel: object, reason: str) -> None:
         reasons = self._reasons.setdefault(phase, BoundedReasons())
-        if reasons.new(reason):
+        line = reasons.line(reason)
+        if line is not None:
             logger.warning("SGLang's own %s serves %s instead of %s: %s", type(kernel).__name__, phase,
-                           self.routes[phase], reason)  # fmt: skip
+                           self.routes[phase], line)  # fmt: skip
         self._counters.add(
             "fallbacks", port=PORT, phase=phase, mode=_mode(), adapter=engine_name(kernel),
             instead_of=self.routes[phase], reason=reasons.label(reason),
