@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import subprocess
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import fields, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from finalize_fakes import FakeFusion, Meeting, Twin
-from finalize_services import CPU
+from finalize_fakes import Meeting, Twin
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwen35.adapters.flashinfer.finalize_ipc import FlashInferIpcFusion
 from qwen35.adapters.flashinfer.finalize_multicast import FlashInferMulticastFusion
-from qwen35.adapters.flashinfer.finalize_names import FusionNames, ipc_names, multicast_names
-from qwen35.domain.capabilities import Support
+from qwen35.adapters.flashinfer.finalize_names import FusionNames
 from qwen35.domain.errors import CreationError, UnavailableError, UnsupportedError
 from qwen35.domain.finalize_capabilities import DeviceFacts
 from qwen35.domain.finalize_signature import WorkspaceSignature
-from qwen35.ports.adapter import AdapterEntry
 from qwen35.services.finalize_agreement import Agreements
-from qwen35.services.finalize_choice import choose_fusion
-from qwen35.services.registry import AdapterRegistry
 
 BLACKWELL = DeviceFacts(device="cuda:0", compute_capability=(10, 0), multiprocessors=148)
 HOPPER = replace(BLACKWELL, compute_capability=(9, 0), no_multicast=("multicast requires NVLink multicast",))
@@ -111,81 +102,6 @@ def test_half_an_interface_is_none(config: Any) -> None:
     assert support.reasons == ("unavailable: missing flashinfer.comm.mnnvl_cutedsl.DEFAULT_CONFIG",)
     with pytest.raises(UnsupportedError, match=r"missing flashinfer\.comm"):
         fusion(config, load=half).prepare(signature())
-
-
-PATTERNS = ("kMoEFinalizeARResidualRMSNorm", "kARResidualRMSNorm")
-MODULES: dict[str, dict[str, Any]] = {
-    "flashinfer.comm": {
-        "allreduce_fusion": "launch",
-        "AllReduceFusionPattern": SimpleNamespace(**{name: f"the pattern {name}" for name in PATTERNS}),
-    },
-    "flashinfer.comm.mnnvl_cutedsl": {"DEFAULT_CONFIG": "config"},
-    "flashinfer.comm.mnnvl_cutedsl_ar": {"MNNVLCuteDSLAllReduceFusionWorkspace": "makes multicast"},
-    "flashinfer.comm.allreduce": {"TRTLLMAllReduceFusionWorkspace": "makes ipc"},
-}
-NAMES = [
-    (multicast_names, "makes multicast", "config", ["", ".mnnvl_cutedsl", ".mnnvl_cutedsl_ar"]),
-    (ipc_names, "makes ipc", None, ["", ".allreduce"]),
-]
-
-
-def importing(modules: dict[str, dict[str, Any]]) -> Any:
-    """Modules that have these names and no others."""
-
-    def by_name(module: str) -> Any:
-        if module not in modules:
-            raise ImportError(f"No module named {module!r}")
-        return SimpleNamespace(**modules[module])
-
-    return by_name
-
-
-@pytest.mark.row("A02")
-@pytest.mark.parametrize(("names_of", "makes", "config", "modules"), NAMES)
-def test_the_names_of_each_backend_are_its_own(names_of: Any, makes: str, config: Any, modules: list[str]) -> None:
-    wanted = {name: MODULES[name] for name in (f"flashinfer.comm{module}" for module in modules)}
-    names = names_of(importing(wanted))
-    finalize, all_reduce = (f"the pattern {name}" for name in PATTERNS)
-    assert names == FusionNames(makes, "launch", finalize, all_reduce, config)  # type: ignore[arg-type]
-
-
-@pytest.mark.row("A02")
-@pytest.mark.parametrize(("names_of", "makes", "config", "modules"), NAMES)
-def test_a_name_that_flashinfer_lacks_is_named_and_nothing_else_is_taken(
-    names_of: Any, makes: str, config: Any, modules: list[str]
-) -> None:
-    """One name away, one module away, one pattern away, and everything away: half an interface is none."""
-    whole = {name: MODULES[name] for name in (f"flashinfer.comm{module}" for module in modules)}
-    for module, names in whole.items():
-        for name in names:
-            without = whole | {module: {n: value for n, value in names.items() if n != name}}
-            with pytest.raises(UnavailableError) as refused:
-                names_of(importing(without))
-            (reason,) = refused.value.reasons
-            assert reason.startswith(f"unavailable: missing {module}.{name} ("), reason
-        without = {other: rest for other, rest in whole.items() if other != module}
-        with pytest.raises(UnavailableError) as refused:
-            names_of(importing(without))
-        reasons = [f"unavailable: missing {module}.{name} (No module named {module!r})" for name in names]
-        assert list(refused.value.reasons) == reasons
-    for pattern in PATTERNS:
-        others = SimpleNamespace(**{name: name for name in PATTERNS if name != pattern})
-        without = whole | {"flashinfer.comm": MODULES["flashinfer.comm"] | {"AllReduceFusionPattern": others}}
-        with pytest.raises(UnavailableError) as refused:
-            names_of(importing(without))
-        assert refused.value.reasons == (f"unavailable: missing AllReduceFusionPattern.{pattern}",)
-    with pytest.raises(UnavailableError) as refused:
-        names_of(importing({}))
-    assert len(refused.value.reasons) == sum(map(len, whole.values()))
-
-
-@pytest.mark.row("A02")
-@pytest.mark.parametrize(("names_of", "makes", "config", "modules"), NAMES)
-def test_flashinfers_own_packages_have_every_name(names_of: Any, makes: str, config: Any, modules: list[str]) -> None:
-    for module in modules:
-        pytest.importorskip(f"flashinfer.comm{module}")
-    names, patterns = names_of(), vars(importlib.import_module("flashinfer.comm").AllReduceFusionPattern)
-    assert [names.finalize, names.all_reduce] == [patterns[name] for name in PATTERNS]
 
 
 @pytest.mark.row("A23")
@@ -341,92 +257,3 @@ def test_a_rank_without_the_names_leaves_no_other_in_flashinfers_own_rendezvous(
     assert str(out[0]) == str(out[1])
     assert "rank 1: UnavailableError: flashinfer: unavailable: missing flashinfer.comm.allreduce_fusion" in str(out[0])
     assert made == []
-
-
-def ipc_workspace(asked: WorkspaceSignature) -> tuple[Any, dict[str, Any], list[str]]:
-    """A workspace of IPC's, what FlashInfer's own was made with, and on which device."""
-    given: dict[str, Any] = {}
-    devices: list[str] = []
-
-    def on_device(device: str) -> Any:
-        devices.append(device)
-        return nullcontext()
-
-    class Handles(Native):
-        ipc_handles = ((11, 12), (21, 22))
-
-    def make(**arguments: Any) -> Native:
-        given.update(arguments)
-        return Handles(**arguments)
-
-    names = FusionNames(make, lambda **_: None, "finalize", "all-reduce")
-    ipc = FlashInferIpcFusion(HOPPER, lambda: names, Agreements(lambda _: Twin()), on_device)
-    with FakeTensorMode():
-        return ipc.prepare(asked), given, devices
-
-
-@pytest.mark.row("A04")
-def test_what_the_ipc_workspace_is_made_with() -> None:
-    asked = signature(hidden=2048, top_k=8, tp_size=2, rank=1, max_m=48, device="cuda:5")
-    workspace, given, devices = ipc_workspace(asked)
-    assert given == {
-        "tp_size": 2, "tp_rank": 1, "max_token_num": 48, "hidden_dim": 2048, "dtype": torch.bfloat16,
-        "group": asked.group,
-    }  # fmt: skip
-    assert given["group"] is asked.group, "left out, it would be the whole world"
-    assert devices == ["cuda:5"]
-    assert (workspace.adapter, workspace.signature, workspace.addresses) == ("flashinfer_ipc", asked, (11, 12, 21, 22))
-
-
-def chosen_by_two(facts: Sequence[DeviceFacts], requested: str, max_m: int, *others: FakeFusion) -> list[Any]:
-    """What two ranks with these devices choose among FlashInfer's IPC, as it is, and ``others``."""
-    meeting = Meeting(2)
-
-    def choose(rank: int) -> Any:
-        ipc = AdapterEntry(
-            port="finalize_fusion", name="flashinfer_ipc", rank=20, summary="", probe=lambda _: Support.of(),
-            create=lambda *_: FlashInferIpcFusion(facts[rank]),
-        )  # fmt: skip
-        registry = AdapterRegistry(CPU, extra=[ipc, *(other.entry(rank=10) for other in others)])
-        asked = signature(tp_size=2, rank=rank, max_m=max_m, device=f"cuda:{rank}")
-        return choose_fusion(registry, requested, asked, facts[rank], meeting.side(rank))
-
-    return meeting.run(choose)
-
-
-def test_ipc_is_taken_for_more_tokens_than_it_serves_and_serves_those_that_it_can() -> None:
-    for max_m in (63, 64, 65, 8192):
-        for choice in chosen_by_two([HOPPER, HOPPER], "flashinfer_ipc", max_m):
-            assert (choice.name, choice.max_m) == ("flashinfer_ipc", min(max_m, 64))
-    can = FlashInferIpcFusion(HOPPER).capabilities
-    assert [can.within(signature(max_m=m)).max_m for m in (63, 64, 65, 8192)] == [63, 64, 64, 64]
-
-
-@pytest.mark.row("A25")
-def test_ipc_reaches_into_peers_and_so_asks_for_one_host_and_memory_between_them() -> None:
-    here, there = replace(HOPPER, host="a", uuid="u0"), replace(HOPPER, host="b", uuid="u1")
-    closed = replace(there, host="a", no_symmetric_memory=("symmetric memory requires NCCL",))
-    for facts, why in (
-        ([here, there], "peers require one host, got rank 0 on a and rank 1 on b"),
-        ([here, closed], "rank 1: symmetric memory requires NCCL"),
-        ([here, replace(here)], "peers require a device each, got rank 0 and rank 1 on u0"),
-    ):
-        out = chosen_by_two(facts, "auto", 64, FakeFusion("plain"))
-        assert {choice.name for choice in out} == {"plain"}, out
-        assert all(choice.rejected["flashinfer_ipc"] == (why,) for choice in out), out
-
-
-@pytest.mark.row("A25")
-def test_the_ipc_backend_needs_no_multicast_and_says_what_it_needs() -> None:
-    ipc = FlashInferIpcFusion(HOPPER)
-    assert ipc.supports(signature(hidden=2048, top_k=8, tp_size=2, rank=0, max_m=64))
-    bad = {
-        "tensor parallel size": {"tp_size": 3, "rank": 0},
-        "dtype": {"dtype": "float32"},
-        "max_m requires at most 64": {"max_m": 65},
-        "device": {"device": "cpu"},
-    }
-    for reason, change in bad.items():
-        reasons = ipc.supports(signature(**{"max_m": 64} | change)).reasons
-        assert len(reasons) == 1, reasons
-        assert reasons[0].startswith(reason)
