@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +132,18 @@ def test_ranks_that_would_cut_a_launch_differently_take_the_next() -> None:
     out = chosen_by_two([FACTS[0], replace(FACTS[1], multiprocessors=114)], ["CUDA", "CUDA"])
     assert {choice.name for choice in out} == {"plain"}, out
     assert all("peers require like devices" in " ".join(choice.rejected["triton"]) for choice in out), out
+
+
+def test_torch_itself_is_asked_for_the_backend_that_the_process_has() -> None:
+    """In a process of its own, since the choice is the process's and cannot be taken back."""
+    script = (
+        "from torch.distributed import _symmetric_memory as memory; from test_triton_choice import FACTS, asked_by; "
+        "from qwen35.adapters.triton.finalize_fusion import TritonFinalizeFusion; "
+        "ours = TritonFinalizeFusion(FACTS[0]); print(ours.supports(asked_by(0)).reasons); "
+        "memory.set_backend('NVSHMEM'); print(ours.supports(asked_by(0)).reasons)"
+    )
+    here = Path(__file__).parent
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parent)])}
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["()", str((FOREIGN,))]
