@@ -32,6 +32,13 @@ CAPABILITY = "compute capability requires at least 10.0, got 9.0"
 FOREIGN = "symmetric memory backend requires CUDA, got NVSHMEM"
 
 
+def shape_of(group: object) -> tuple[int, int]:
+    """Of the one group there is; a process without one cannot ask."""
+    if group is None:
+        raise ValueError("Default process group has not been initialized")
+    return 2, 0
+
+
 @dataclass(frozen=True)
 class Machine:
     """A pretended one: what its device says of itself, and torch's symmetric memory backend there."""
@@ -51,7 +58,7 @@ class Machine:
             device=self.device, device_name="pretended", compute_capability=self.facts.compute_capability
         )
         return AdapterRegistry(platform, extra=[
-            made(FINALIZE_MULTICAST, lambda: FlashInferMulticastFusion(self.facts, shape_of=lambda _: (2, 0))),
+            made(FINALIZE_MULTICAST, lambda: FlashInferMulticastFusion(self.facts, shape_of=shape_of)),
             made(FINALIZE_FUSION, lambda: TritonFinalizeFusion(self.facts, backend_of=lambda _: self.backend)),
             made(FINALIZE_IPC, lambda: FlashInferIpcFusion(self.facts)),
         ])  # fmt: skip
