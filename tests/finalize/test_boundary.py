@@ -35,7 +35,7 @@ from qwen35.services.registry import AdapterRegistry
 HIDDEN, TOP_K = 16, 2
 #: What the engine says of its steps, and how many tokens are fused by that.
 BOUNDS, MOST = TokenBounds(moe_tokens=40, running_requests=8), 40
-MOE = MoeConfig(experts=4, top_k=TOP_K, expert_width=6, shared_width=4, normalise_top_k=True, layers=frozenset({0}))
+MOE = MoeConfig(experts=4, top_k=TOP_K, expert_width=6, shared_width=4, layers=frozenset({0}))
 CONFIG = parse_config(
     {
         "model_type": "qwen3_5_moe_text", "vocab_size": 10, "hidden_size": HIDDEN, "num_hidden_layers": 1,

@@ -38,11 +38,10 @@ def test_a_dense_model_is_read(tmp_path: Path) -> None:
 
 def test_a_mixture_is_read_with_its_dense_layers(tmp_path: Path) -> None:
     config = read(
-        tmp_path, {**MOE_TEXT, "mlp_only_layers": [1], "decoder_sparse_step": 2, **DENSE, "norm_topk_prob": False}
+        tmp_path, {**MOE_TEXT, "mlp_only_layers": [1], "decoder_sparse_step": 2, **DENSE, "norm_topk_prob": True}
     )
     assert config.moe is not None
     assert config.moe.layers == {3}
-    assert not config.moe.normalise_top_k
     table = weight_table(config)
     assert table["layers.0.mlp.gate_proj.weight"].shape == (40, 64)
     assert table["layers.3.mlp.experts.gate_up_proj"].shape == (8, 32, 64)
@@ -124,6 +123,7 @@ def test_all_problems_come_in_one_error(tmp_path: Path) -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config must be absent"),
         ({"num_key_value_heads": 3}, "num_attention_heads must be a multiple of num_key_value_heads = 3, got 4"),
         ({"linear_num_value_heads": 3}, "linear_num_value_heads must be a multiple of linear_num_key_heads"),
+        ({"norm_topk_prob": False}, "norm_topk_prob must be True, the only one supported, got False"),
         ({"num_experts_per_tok": 9}, "num_experts_per_tok must be at most num_experts = 8, got 9"),
         ({"vocab_size": 0}, "vocab_size must be a whole number of at least 1, got 0"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim must be a whole number of at least 2, got 1"),

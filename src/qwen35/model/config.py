@@ -34,7 +34,6 @@ class MoeConfig:
     top_k: int
     expert_width: int
     shared_width: int
-    normalise_top_k: bool
     layers: frozenset[int]
 
 
@@ -183,12 +182,12 @@ def _moe(keys: Keys, types: tuple[LayerType, ...]) -> MoeConfig:
     experts, top_k = keys.size("num_experts"), keys.size("num_experts_per_tok")
     if keys.holds("num_experts", "num_experts_per_tok") and top_k > experts:
         keys.wrong("num_experts_per_tok", f"at most num_experts = {experts}", top_k)
+    keys.fixed("norm_topk_prob", True)  # transformers' class has no such key: its weights always sum to 1
     step = keys.size("decoder_sparse_step", default=1)
     dense = _layer_numbers(keys, "mlp_only_layers", layers)
     return MoeConfig(
         experts=experts, top_k=top_k, expert_width=keys.size("moe_intermediate_size"),
         shared_width=keys.size("shared_expert_intermediate_size"),
-        normalise_top_k=keys.flag("norm_topk_prob", True),
         layers=frozenset(i for i in range(layers) if i not in dense and (i + 1) % step == 0),
     )  # fmt: skip
 

@@ -50,20 +50,18 @@ def finalize(output: ExpertOutput) -> Tensor:
 
 
 class Router(nn.Module):
-    """Softmax over all experts in float32, then the ``top_k`` largest, made to sum to 1 where configured."""
+    """Softmax over all experts in float32, then the ``top_k`` largest, made to sum to 1."""
 
     def __init__(self, hidden: int, moe: MoeConfig) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(moe.experts, hidden), requires_grad=False)
-        self.top_k, self.normalise = moe.top_k, moe.normalise_top_k
+        self.top_k = moe.top_k
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Weights [M, top_k] float32 and expert numbers [M, top_k] int64 for x [M, hidden]."""
         probabilities = linear(x, self.weight).softmax(-1, dtype=torch.float32)
         weights, experts = probabilities.topk(self.top_k, dim=-1)
-        if self.normalise:
-            weights = weights / weights.sum(-1, keepdim=True)
-        return weights, experts
+        return weights / weights.sum(-1, keepdim=True), experts
 
 
 class Experts(nn.Module):
