@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,9 +17,10 @@ from model_checkpoints import build, load
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+import qwen35
 from qwen35.domain.errors import CheckpointError, ConfigurationError
 from qwen35.domain.tensor_parallel import block_slices
-from qwen35.model import Model, weight_table
+from qwen35.model import Model, load_model, weight_table
 
 Tensors = dict[str, Tensor]
 FILE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -307,3 +311,66 @@ def test_dtypes_that_the_model_cannot_have_are_refused(checkpoint: Path) -> None
     edit_config(checkpoint, dtype="float8_e4m3fn")
     with pytest.raises(CheckpointError, match=r"dtype must be one of .*got float8_e4m3fn"):
         load(checkpoint, None)
+
+
+KERNELS: dict[str, Any] = {
+    "gated_delta_rule": qwen35.adapter("gated_delta_rule", "reference", device="cpu"),
+    "short_convolution": qwen35.adapter("short_convolution", "reference", device="cpu"),
+}
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"device": "gpu"}, "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'gpu'"),
+        ({"device": "meta"}, "device must be .*got 'meta'"),
+        ({"device": torch.device("meta")}, "device must be .*got 'meta'"),
+        ({"device": "cuda:x"}, "device must be .*got 'cuda:x'"),
+        ({"device": f"cuda:{torch.cuda.device_count()}"}, rf"device 'cuda:{torch.cuda.device_count()}' is not there"),
+        ({"device": 0}, "device must be text or a torch.device, got 0"),
+        ({"device": None}, "device must be text or a torch.device, got None"),
+        ({"gated_delta_rule": "triton"}, "gated_delta_rule must implement GatedDeltaRule, got 'triton'; qwen35.build"),
+        ({"short_convolution": None}, "short_convolution must implement ShortConvolution, got None"),
+        ({"finalize": "auto"}, "finalize must be a FinalizeService or None, got 'auto'"),
+        ({"tensor_parallel": 2}, "tensor_parallel must be a TensorParallel, got 2"),
+        ({"directory": 5}, "directory must be the path of a checkpoint, got 5"),
+    ],
+)
+def test_arguments_that_cannot_be_honoured_are_refused_by_name(
+    written: Path, change: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        load_model(**{"directory": written, **KERNELS, "quiet": True, **change})
+
+
+def test_cuda_without_a_gpu_is_refused_by_name(written: Path) -> None:
+    if torch.cuda.is_available():
+        assert load_model(written, **KERNELS, device="cuda", quiet=True).device.type == "cuda"
+    else:
+        with pytest.raises(ConfigurationError, match="device 'cuda' is not there: torch sees 0 GPUs"):
+            load_model(written, **KERNELS, device="cuda", quiet=True)
+
+
+FREED = """
+import gc, sys, weakref
+import qwen35
+from qwen35.model import load_model
+
+gc.collect()
+gc.disable()
+model = load_model(
+    sys.argv[1], gated_delta_rule=qwen35.adapter("gated_delta_rule", "reference", device="cpu"),
+    short_convolution=qwen35.adapter("short_convolution", "reference", device="cpu"), quiet=True,
+)
+left = weakref.ref(model)
+del model
+print("freed" if left() is None else "held")
+"""
+
+
+def test_the_first_model_of_a_process_is_freed_without_the_garbage_collector(written: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", FREED, str(written)], check=False, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "freed\n", "two models at once, where one follows another, need twice the memory"

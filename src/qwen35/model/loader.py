@@ -26,6 +26,7 @@ from qwen35.ports.gated_delta_rule import GatedDeltaRule
 from qwen35.ports.short_convolution import ShortConvolution
 from qwen35.services.finalize_agreement import GroupAgreement
 from qwen35.services.finalize_fusion import FinalizeService
+from qwen35.services.platform import detect_platform
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _HEAD, _EMBEDDING = "lm_head.weight", "embed_tokens.weight"
@@ -51,21 +52,28 @@ def load_model(
 
     ``dtype`` None takes the checkpoint's own. Norm weights, A_log and dt_bias stay in float32 whatever it is.
     ``quiet`` shows no progress bar. Raises ``CheckpointError`` (naming the file, the keys or the tensors) for
-    anything that does not fit, and leaves nothing behind.
+    anything that does not fit, and leaves nothing behind; ``ConfigurationError`` for a ``device`` that is not there
+    ("auto", "cpu", "cuda", "cuda:1") and kernels that do not implement their port, before anything is read.
 
     With ``tensor_parallel`` ranks every one of them calls this together, on its own ``device``, and reads its share
     of the weights; an error on one rank is a ``CheckpointError`` on the others. ``finalize`` may then fuse the sums
     over ranks. Raises ``ConfigurationError`` where heads or widths cannot be divided.
     """
-    target = torch.device(device)
-    loaded = _together(tensor_parallel, lambda: _load(Path(directory), tensor_parallel, target, dtype, quiet))
+    if not isinstance(tensor_parallel, TensorParallel):
+        raise ConfigurationError(f"tensor_parallel must be a TensorParallel, got {tensor_parallel!r}")
+
+    def load() -> _Loaded:
+        _check_kernels(gated_delta_rule, short_convolution, finalize)
+        return _load(_path(directory), tensor_parallel, _device(device), dtype, quiet)
+
+    loaded = _together(tensor_parallel, load)
     with torch.device("meta"):
         model = Model(
             loaded.config, gated_delta_rule=gated_delta_rule, short_convolution=short_convolution, finalize=finalize,
             tensor_parallel=tensor_parallel, tokenizer=loaded.tokenizer,
         )  # fmt: skip
     model.load_state_dict(loaded.weights, strict=True, assign=True)
-    return model.to(target).eval()
+    return model.to(loaded.device).eval()
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +81,33 @@ class _Loaded:
     config: TextConfig
     tokenizer: Tokenizer | None
     weights: dict[str, Tensor]
+    device: torch.device
+
+
+def _check_kernels(rule: object, convolution: object, finalize: object) -> None:
+    for name, given, port in (
+        ("gated_delta_rule", rule, GatedDeltaRule), ("short_convolution", convolution, ShortConvolution),
+    ):  # fmt: skip
+        if not isinstance(given, port):
+            raise ConfigurationError(
+                f"{name} must implement {port.__name__}, got {given!r}; qwen35.build(...).{name}() gives one"
+            )
+    if not isinstance(finalize, FinalizeService | None):
+        raise ConfigurationError(
+            f"finalize must be a FinalizeService or None, got {finalize!r}; qwen35.build(...).finalize() gives one"
+        )
+
+
+def _path(directory: object) -> Path:
+    if not isinstance(directory, str | PathLike):
+        raise ConfigurationError(f"directory must be the path of a checkpoint, got {directory!r}")
+    return Path(directory)
+
+
+def _device(device: object) -> torch.device:
+    if not isinstance(device, str | torch.device):
+        raise ConfigurationError(f"device must be text or a torch.device, got {device!r}")
+    return torch.device(detect_platform(str(device)).device)
 
 
 def _load(path: Path, ranks: TensorParallel, device: torch.device, dtype: torch.dtype | None, quiet: bool) -> _Loaded:
@@ -85,7 +120,7 @@ def _load(path: Path, ranks: TensorParallel, device: torch.device, dtype: torch.
     table = weight_table(config)
     sources = match(table, stored, config.tied)
     tokenizer = find_tokenizer(path)
-    return _Loaded(config, tokenizer, _Reader(ranks, table, device, chosen).read(sources, quiet))
+    return _Loaded(config, tokenizer, _Reader(ranks, table, device, chosen).read(sources, quiet), device)
 
 
 def _together(ranks: TensorParallel, load: Callable[[], _Loaded]) -> _Loaded:

@@ -49,7 +49,10 @@ class Model(nn.Module):
         self.rank_config = own = shard_config(config, tensor_parallel.size)
         self.gated_delta_rule, self.short_convolution = gated_delta_rule, short_convolution
         self._boundaries = Boundaries(config, tensor_parallel, finalize)
-        self.embed_tokens = nn.Embedding(own.vocabulary, config.hidden).requires_grad_(False)
+        # Drawing its initial weights on the meta device would load torch's compiler, whose first load keeps the frames
+        # that lead to it, and with them this model, until the garbage collector comes by.
+        weight = torch.empty(own.vocabulary, config.hidden)
+        self.embed_tokens: nn.Embedding = nn.Embedding.from_pretrained(weight)  # type: ignore[no-untyped-call]
         self.layers = nn.ModuleList(
             DecoderLayer(own, i, gated_delta_rule, short_convolution, self._boundaries) for i in range(config.layers)
         )
