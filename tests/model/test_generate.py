@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ import torch
 from model_checkpoints import build, load
 
 import qwen35
+from fakes import FakeGatedDeltaRule
 from qwen35.domain.errors import CheckpointError, ConfigurationError, Qwen35Error, ValueRangeError
 from qwen35.model import GenerateOptions, Model, Sampling, generate, load_model
 from qwen35.model.generate import plan_chunks
+from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall
 
 PROMPTS = [[5, 9, 200, 3], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 QUIET = GenerateOptions(max_new_tokens=6, quiet=True)
@@ -147,6 +150,47 @@ def test_bad_prompts_are_refused(model: Model, prompts: list[object], error: typ
         generate(model, prompts, QUIET)  # type: ignore[arg-type]
 
 
+class Anything:
+    """No model, no options."""
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"prompts": "hello"}, r"prompts must be a list of prompts, got 'hello'; give one prompt as \[prompt\]"),
+        ({"prompts": 5}, "prompts must be a list of prompts, got 5"),
+        ({"prompts": None}, "prompts must be a list of prompts, got None"),
+        ({"prompts": [1, 2, 3]}, r"prompts\[0\] must be text or a list of token ids, got 1; prompts is a list of"),
+        ({"prompts": [[1], b"hello"]}, r"prompts\[1\] must be text or a list of token ids, got b'hello'"),
+        ({"model": Anything()}, "model must be a Model, as load_model gives it, got Anything"),
+        ({"options": {"max_new_tokens": 3}}, "options must be GenerateOptions or None, got {'max_new_tokens': 3}"),
+    ],
+)
+def test_what_is_no_list_of_prompts_no_model_or_no_options_is_refused_by_name(
+    model: Model, change: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ConfigurationError, match=match):
+        generate(**{"model": model, "prompts": PROMPTS, "options": QUIET, **change})
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_states_and_tokens_reach_the_kernels_in_the_dtypes_asked_for(
+    directory: Path, dtype: torch.dtype, state_dtype: torch.dtype
+) -> None:
+    rule = FakeGatedDeltaRule(0.5)
+    model = load_model(
+        directory, gated_delta_rule=rule, dtype=dtype, quiet=True,
+        short_convolution=qwen35.adapter("short_convolution", "reference", device="cpu"),
+    )  # fmt: skip
+    generate(model, PROMPTS, replace(QUIET, state_dtype=state_dtype))
+    assert {(plan.state_dtype, plan.token_dtype) for plan in rule.plans} == {(state_dtype, dtype)}
+    assert {type(call) for call in rule.calls} == {ExtendCall, DecodeCall}
+    for call in rule.calls:
+        assert isinstance(call, ExtendCall | DecodeCall)
+        assert (call.states.dtype, call.q.dtype, call.v.dtype) == (state_dtype, dtype, dtype)
+
+
 def test_a_prompt_may_fill_the_models_positions_to_the_last(model: Model) -> None:
     assert model.config.max_positions == 512
     (result,) = generate(model, [[1] * 511], replace(QUIET, max_new_tokens=1))
@@ -165,6 +209,33 @@ def test_a_prompt_may_fill_the_models_positions_to_the_last(model: Model) -> Non
 def test_bad_sampling_options_are_refused(option: str, value: float) -> None:
     with pytest.raises(ConfigurationError, match=f"{option} must be .*got {value}"):
         Sampling(**{option: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "kind"),
+    [
+        ("temperature", "hot", "a number"), ("temperature", True, "a number"), ("temperature", None, "a number"),
+        ("top_p", "1", "a number"), ("top_p", 1j, "a number"), ("top_k", 2.5, "an int"), ("top_k", True, "an int"),
+        ("seed", 1.5, "an int"), ("seed", "1", "an int"), ("seed", None, "an int"),
+    ],
+)  # fmt: skip
+def test_sampling_options_of_another_type_are_refused_by_name(option: str, value: Any, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"{option} must be {kind}, got {value!r}")):
+        Sampling(**{option: value})
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "kind"),
+    [
+        ("sampling", None, "a Sampling"), ("sampling", {"top_k": 3}, "a Sampling"),
+        ("stop_tokens", 5, "a set of token ids or None"), ("stop_tokens", [5], "a set of token ids or None"),
+        ("stop_tokens", frozenset({"5"}), "a set of token ids or None"), ("state_dtype", "bfloat16", "a dtype"),
+        ("logits", 1, "a bool"), ("quiet", "no", "a bool"),
+    ],
+)  # fmt: skip
+def test_generation_options_of_another_type_are_refused_by_name(option: str, value: Any, kind: str) -> None:
+    with pytest.raises(ConfigurationError, match=re.escape(f"{option} must be {kind}, got {value!r}")):
+        GenerateOptions(**{option: value})
 
 
 @pytest.mark.parametrize("option", ["max_new_tokens", "extend_tokens"])

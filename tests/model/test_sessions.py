@@ -78,13 +78,31 @@ def test_a_refused_call_changes_nothing(model: Model) -> None:
         ([slot], [[1, 2]], r"at most max_length = 4 tokens, got 3 \+ 2"),
         ([slot, slot], [[1], [2]], "name each slot once"),
         ([1], [[1]], "slot 1 is not open"),
+        ([[slot]], [[1]], r"slot \[0\] is not open"),
+        (["0"], [[1]], "slot '0' is not open"),
+        ([False], [[1]], "slot False is not open"),
         ([slot], [[1], [2]], "a length for each slot"),
         ([], [], "a length for each slot"),
     ):
         with pytest.raises(ValueRangeError, match=match):
             session.extend(slots, chunks)  # type: ignore[arg-type]
+    for token in (900, -1, 2.7, True, "x", None):
+        with pytest.raises(ValueRangeError, match=rf"tokens\[0\] must be a token id in 0\.\.210, got {token!r}"):
+            session.decode([slot], [token])  # type: ignore[list-item]
     with pytest.raises(ValueRangeError, match=r"must be in 0\.\.210, got 900"):
-        session.decode([slot], [900])
+        session.decode([slot], torch.tensor([900]))
+    for bad in (5, "12", b"12", None, torch.tensor(1)):
+        for what, call in (
+            ("slots must be a list of slots", lambda bad=bad: session.extend(bad, [[1]])),
+            ("chunks must be a list with the token ids", lambda bad=bad: session.extend([slot], bad)),
+            (r"chunks\[0\] must be a list of token ids", lambda bad=bad: session.extend([slot], [bad])),
+            ("slots must be a list of slots", lambda bad=bad: session.decode(bad, [1])),
+        ):
+            with pytest.raises(ValueRangeError, match=what):
+                call()
+        if not isinstance(bad, torch.Tensor):
+            with pytest.raises(ValueRangeError, match="tokens must be a list of token ids"):
+                session.decode([slot], bad)  # type: ignore[arg-type]
     with pytest.raises(ShapeError, match=r"tokens must be \[T\] = \[1\]"):
         session.decode([slot], [1, 2])
     with pytest.raises(DtypeError, match="int64"):
@@ -108,10 +126,13 @@ def test_slots_run_out_and_sizes_are_checked(model: Model) -> None:
     session.close(slot)
     with pytest.raises(ValueRangeError, match="not open"):
         session.close(slot)
-    with pytest.raises(ValueRangeError, match="slots must be at least 1"):
+    with pytest.raises(ValueRangeError, match="slots must be an int of at least 1, got 0"):
         Session(model, slots=0, max_length=4)
-    with pytest.raises(ValueRangeError, match="max_length must be at least 1"):
-        Session(model, slots=1, max_length=0)
+    for bad in (0, 2.5, True, "4"):
+        with pytest.raises(ValueRangeError, match=f"max_length must be an int of at least 1, got {bad!r}"):
+            Session(model, slots=1, max_length=bad)  # type: ignore[arg-type]
+    with pytest.raises(DtypeError, match=r"state_dtype must be a torch\.dtype, got 'bfloat16'"):
+        Session(model, slots=1, max_length=4, state_dtype="bfloat16")  # type: ignore[arg-type]
 
 
 def test_bfloat16_stays_near_float32_and_keeps_what_needs_float32(moe: Pair) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from qwen35.domain.errors import ConfigurationError, Qwen35Error, ValueRangeError
 from qwen35.model.model import Model
+from qwen35.model.pools import is_list
 from qwen35.model.progress import progress_bar
 from qwen35.model.sampling import Sampling, choose
 from qwen35.model.session import Session, check_token_ids
@@ -21,7 +22,7 @@ Prompt = str | Sequence[int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
-    """What to generate. Raises ``ConfigurationError`` naming the option that is out of range.
+    """What to generate. Raises ``ConfigurationError`` naming the option that is out of range or of another type.
 
     ``stop_tokens`` None takes the checkpoint's; an empty set never stops early. ``extend_tokens`` bounds the tokens
     of one prefill pass: longer prompts are split. ``logits`` keeps the logits of every step. ``quiet`` shows no
@@ -40,6 +41,15 @@ class GenerateOptions:
         for name, value in (("max_new_tokens", self.max_new_tokens), ("extend_tokens", self.extend_tokens)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigurationError(f"{name} must be an int of at least 1, got {value!r}")
+        for name, given, kind in (
+            ("sampling", self.sampling, Sampling), ("state_dtype", self.state_dtype, torch.dtype),
+            ("logits", self.logits, bool), ("quiet", self.quiet, bool),
+        ):  # fmt: skip
+            if not isinstance(given, kind):
+                raise ConfigurationError(f"{name} must be a {kind.__name__}, got {given!r}")
+        stop = self.stop_tokens
+        if stop is not None and not (isinstance(stop, Set) and all(type(token) is int for token in stop)):
+            raise ConfigurationError(f"stop_tokens must be a set of token ids or None, got {stop!r}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +74,12 @@ def generate(model: Model, prompts: Sequence[Prompt], options: GenerateOptions |
     A prompt is text (the checkpoint needs a tokenizer) or token ids. Raises ``ConfigurationError`` or
     ``ValueRangeError`` for bad input before anything runs.
     """
+    if not isinstance(model, Model):
+        raise ConfigurationError(f"model must be a Model, as load_model gives it, got {type(model).__name__}")
+    if not isinstance(options, GenerateOptions | None):
+        raise ConfigurationError(f"options must be GenerateOptions or None, got {options!r}")
+    if not is_list(prompts):
+        raise ConfigurationError(f"prompts must be a list of prompts, got {prompts!r}; give one prompt as [prompt]")
     options = options or GenerateOptions()
     tokenised = [_token_ids(model, f"prompts[{i}]", prompt) for i, prompt in enumerate(prompts)]
     for i, tokens in enumerate(tokenised):
@@ -83,9 +99,15 @@ def _token_ids(model: Model, name: str, prompt: Prompt) -> tuple[int, ...]:
     if isinstance(prompt, str):
         if model.tokenizer is None:
             raise ConfigurationError(f"{name} is text, but the checkpoint has no tokenizer.json; give token ids")
-        prompt = model.tokenizer.encode(prompt)
-    check_token_ids(name, prompt, model.config.vocabulary)
-    return tuple(prompt)
+        given: Sequence[int] = model.tokenizer.encode(prompt)
+    else:
+        given = prompt
+    if not is_list(given):
+        raise ConfigurationError(
+            f"{name} must be text or a list of token ids, got {given!r}; prompts is a list of prompts"
+        )
+    check_token_ids(name, given, model.config.vocabulary)
+    return tuple(given)
 
 
 def plan_chunks(lengths: Sequence[int], budget: int) -> Iterator[list[tuple[int, int, int]]]:

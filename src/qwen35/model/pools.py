@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
 
 from qwen35.domain.capabilities import Phase
-from qwen35.domain.errors import ValueRangeError
+from qwen35.domain.errors import DtypeError, ValueRangeError
 from qwen35.model.batch import Batch, make_batch
 from qwen35.model.config import LayerType, TextConfig
 
@@ -34,7 +35,8 @@ class Pools:
     """``slots`` places for requests of up to ``max_length`` tokens, and who holds them.
 
     ``layers`` has one pool a layer. A slot is taken with ``open`` and given back with ``close``; what the last
-    holder left in it is never read, since a request starts fresh. Raises ``ValueRangeError`` for sizes under 1.
+    holder left in it is never read, since a request starts fresh. Raises ``ValueRangeError`` for sizes under 1 and
+    ``DtypeError`` for a ``state_dtype`` that is none.
     """
 
     def __init__(
@@ -42,8 +44,10 @@ class Pools:
         state_dtype: torch.dtype = torch.float32,
     ) -> None:  # fmt: skip
         for name, size in (("slots", slots), ("max_length", max_length)):
-            if size < 1:
-                raise ValueRangeError(f"{name} must be at least 1, got {size}")
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueRangeError(f"{name} must be an int of at least 1, got {size!r}")
+        if not isinstance(state_dtype, torch.dtype):
+            raise DtypeError(f"state_dtype must be a torch.dtype, got {state_dtype!r}")
         self.slots, self.max_length, self._device = slots, max_length, device
         self._lengths: dict[int, int] = {}
 
@@ -75,8 +79,8 @@ class Pools:
 
     def length(self, slot: int) -> int:
         """Tokens that the request in ``slot`` has in the pools."""
-        if slot not in self._lengths:
-            raise ValueRangeError(f"slot {slot} is not open; open: {sorted(self._lengths)}")
+        if isinstance(slot, bool) or not isinstance(slot, SupportsIndex) or slot not in self._lengths:
+            raise ValueRangeError(f"slot {slot!r} is not open; open: {sorted(self._lengths)}")
         return self._lengths[slot]
 
     def extend_batch(self, rows: Sequence[int], lengths: Sequence[int]) -> Batch:
@@ -89,6 +93,7 @@ class Pools:
 
     def decode_batch(self, rows: Sequence[int]) -> Batch:
         """The batch that adds one token to each request; as ``extend_batch``, and none may be fresh."""
+        _check_rows(rows)
         for row in rows:
             if not self.length(row):
                 raise ValueRangeError(f"slot {row} has no tokens yet; extend it with its prompt first")
@@ -100,11 +105,12 @@ class Pools:
             self._lengths[row] = start + length
 
     def _batch(self, phase: Phase, rows: Sequence[int], lengths: Sequence[int]) -> Batch:
+        _check_rows(rows)
         if len(rows) != len(lengths) or not rows:
             raise ValueRangeError(f"a batch must have a length for each slot, got {len(lengths)} for {len(rows)}")
+        starts = [self.length(row) for row in rows]
         if len(set(rows)) != len(rows):
             raise ValueRangeError(f"a batch must name each slot once, got {list(rows)}")
-        starts = [self.length(row) for row in rows]
         for row, start, length in zip(rows, starts, lengths, strict=True):
             if length < 1:
                 raise ValueRangeError(f"slot {row} must be given at least one token, got {length}")
@@ -113,3 +119,13 @@ class Pools:
                     f"slot {row} holds at most max_length = {self.max_length} tokens, got {start} + {length}"
                 )
         return make_batch(phase, rows, starts, lengths, self._device)
+
+
+def _check_rows(rows: object) -> None:
+    if not is_list(rows):
+        raise ValueRangeError(f"slots must be a list of slots, got {rows!r}")
+
+
+def is_list(value: object) -> bool:
+    """Whether ``value`` is a sequence, and no text or bytes."""
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray)

@@ -19,7 +19,7 @@ class Sampling:
     ``temperature`` 0 takes the likeliest (greedy). Otherwise logits are divided by it, only the ``top_k`` likeliest
     are kept (0: all), of these the fewest whose probabilities reach ``top_p``, and one is drawn. ``seed`` fixes the
     draws: request i of a call draws from its own ``torch.Generator`` seeded with ``seed + i``. Raises
-    ``ConfigurationError`` naming the option that is out of range.
+    ``ConfigurationError`` naming the option that is out of range or of another type.
     """
 
     temperature: float = 0.0
@@ -28,6 +28,12 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        for name, number in (("temperature", self.temperature), ("top_p", self.top_p)):
+            if isinstance(number, bool) or not isinstance(number, int | float):
+                raise ConfigurationError(f"{name} must be a number, got {number!r}")
+        for name, whole in (("top_k", self.top_k), ("seed", self.seed)):
+            if isinstance(whole, bool) or not isinstance(whole, int):
+                raise ConfigurationError(f"{name} must be an int, got {whole!r}")
         if not 0 <= self.temperature < math.inf:
             raise ConfigurationError(f"temperature must be finite and at least 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from qwen35.domain.errors import ValueRangeError
 from qwen35.model.model import Model
+from qwen35.model.pools import is_list
 
 
 class Session:
@@ -42,6 +43,8 @@ class Session:
         [T, vocabulary]. Raises ``ValueRangeError`` for an empty chunk, a token id outside the vocabulary, or a
         request that would outgrow ``max_length``, before anything is written.
         """
+        if not is_list(chunks):
+            raise ValueRangeError(f"chunks must be a list with the token ids for each slot, got {chunks!r}")
         for i, chunk in enumerate(chunks):
             check_token_ids(f"chunks[{i}]", chunk, self.model.config.vocabulary)
         batch = self.pools.extend_batch(slots, [len(chunk) for chunk in chunks])
@@ -55,12 +58,16 @@ class Session:
         that has no tokens yet.
         """
         batch = self.pools.decode_batch(slots)
-        given = tokens if isinstance(tokens, Tensor) else torch.tensor(list(tokens), dtype=torch.int64)
-        return self.model.forward(given, batch, self.pools)
+        if not isinstance(tokens, Tensor):
+            check_token_ids("tokens", tokens, self.model.config.vocabulary)
+            tokens = torch.tensor(tokens, dtype=torch.int64)
+        return self.model.forward(tokens, batch, self.pools)
 
 
 def check_token_ids(name: str, tokens: Sequence[int], vocabulary: int) -> None:
-    """Raise ``ValueRangeError`` where ``tokens`` is empty or holds what is no token id."""
+    """Raise ``ValueRangeError`` where ``tokens`` is no list, is empty or holds what is no token id."""
+    if not is_list(tokens):
+        raise ValueRangeError(f"{name} must be a list of token ids, got {tokens!r}")
     if not len(tokens):
         raise ValueRangeError(f"{name} must hold at least one token, got none")
     for i, token in enumerate(tokens):
