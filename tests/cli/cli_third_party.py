@@ -88,6 +88,47 @@ class Loud(Delegate):
         return super().decode(call).mul_(1.1)
 
 
+class Drifting(Delegate):
+    """Outputs are right; the states and intermediates that it leaves are a hundredth too large. No probe of a wrong
+    row sees so little: only the bound that it states does."""
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        out = super().decode(call)
+        self._drift(call, torch.ones_like(call.slots))
+        return out
+
+    def extend(self, call: ExtendCall) -> ExtendResult:
+        result = super().extend(call)
+        self._drift(call, call.cu_seqlens.diff())
+        return result
+
+    def verify(self, call: VerifyCall) -> Tensor:
+        out = super().verify(call)
+        call.intermediates[call.slots >= 0] *= 1.01
+        return out
+
+    def _drift(self, call: DecodeCall | ExtendCall, lengths: Tensor) -> None:
+        writes = call.slots if call.write_slots is None else call.write_slots
+        live = writes[(call.slots >= 0) & (writes >= 0) & (lengths > 0)]
+        call.states[live.long()] *= 1.01
+
+
+#: Dtypes of states and queries of every call that ``Recording`` served.
+DTYPES: list[tuple[torch.dtype, torch.dtype]] = []
+
+
+class Recording(Delegate):
+    """Notes the dtypes that it is called with."""
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        DTYPES.append((call.states.dtype, call.q.dtype))
+        return super().decode(call)
+
+    def extend(self, call: ExtendCall) -> ExtendResult:
+        DTYPES.append((call.states.dtype, call.q.dtype))
+        return super().extend(call)
+
+
 class Reversing(Delegate):
     """Outputs have the wrong sign: other tokens are chosen."""
 
@@ -142,6 +183,8 @@ def _entry(name: str, made: type[Delegate]) -> AdapterEntry:
 PLAIN = _entry("plain", Delegate)
 CLAMPING = _entry("clamping", Clamping)
 LOUD = _entry("loud", Loud)
+DRIFTING = _entry("drifting", Drifting)
+RECORDING = _entry("recording", Recording)
 REVERSING = _entry("reversing", Reversing)
 INTERRUPTED = _entry("interrupted", Interrupted)
 CRASHING = _entry("crashing", Crashing)

@@ -62,7 +62,9 @@ def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info = site / "third_party_kernels-0.1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party-kernels\nVersion: 0.1\n")
-    names = ("plain", "clamping", "loud", "reversing", "interrupted", "crashing", "fatal", "modest")
+    names = (
+        "plain", "clamping", "loud", "drifting", "recording", "reversing", "interrupted", "crashing", "fatal", "modest",
+    )  # fmt: skip
     lines = [f"gated_delta_rule.{name} = cli_third_party:{name.upper()}" for name in names]
     lines.append("gated_delta_rule.gone = cli_third_party:NOWHERE")
     (info / "entry_points.txt").write_text("[qwen35.adapters]\n" + "\n".join(lines) + "\n")

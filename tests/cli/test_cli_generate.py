@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from cli_third_party import CLOSED
+from cli_third_party import CLOSED, DTYPES
 from safetensors.torch import load_file
 
 import qwen35
@@ -77,6 +77,23 @@ def test_adapters_are_closed_when_it_is_done(run: Any, checkpoint: Path) -> None
     CLOSED.clear()
     generate(run, checkpoint, "--gdn-decode", "plain", "--compare", "loud")
     assert set(CLOSED) == {"Delegate", "Loud"}
+
+
+@pytest.mark.usefixtures("third_party")
+@pytest.mark.parametrize("served", ["generation", "comparison"])
+@pytest.mark.parametrize("states", ["float32", "bfloat16"])
+@pytest.mark.parametrize("tokens", ["float32", "bfloat16"])
+def test_states_and_tokens_have_the_dtypes_that_settings_say(
+    run: Any, checkpoint: Path, served: str, states: str, tokens: str
+) -> None:
+    DTYPES.clear()
+    ours = ("--gdn-decode", "recording", "--gdn-extend", "recording")
+    words = ours if served == "generation" else ("--compare", "recording")
+    environment = {"QWEN35_STATE_DTYPE": states}
+    result = run("generate", checkpoint, *BASE, *words, "--dtype", tokens, env=environment)
+    assert result.exit_code == 0, result.output
+    assert len(DTYPES) == 3 * 4  # of the first token and three more, in three layers
+    assert set(DTYPES) == {(getattr(torch, states), getattr(torch, tokens))}
 
 
 @pytest.mark.usefixtures("third_party")

@@ -101,6 +101,37 @@ def test_a_spoilt_adapter_never_wins_and_its_clause_is_named(run: Any, checkpoin
 
 
 @pytest.mark.usefixtures("third_party")
+def test_an_adapter_with_right_outputs_and_wrong_states_is_over_its_bound_and_never_wins(
+    run: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    result = swap(run, checkpoint, tmp_path / "out", "--gdn", "drifting,plain")
+    assert result.exit_code == 0, result.output
+    report = load(tmp_path / "out")
+    for row in report["rows"]:
+        drifting, plain = row["results"]
+        assert 0 < drifting["output_error"] <= drifting["output_bound"], row["label"]
+        assert drifting["state_error"] > drifting["state_bound"], row["label"]
+        assert math.isclose(drifting["state_error"], 0.01, rel_tol=0.01), row["label"]
+        assert {broken["clause"] for broken in drifting["broken"]} == {"precision"}, row["label"]
+        assert all("state error" in broken["seen"] for broken in drifting["broken"]), row["label"]
+        assert not plain["broken"], row["label"]
+        assert row["winner"] == "plain", row["label"]
+
+
+def test_percent_of_the_ceiling_is_the_floor_over_the_time(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    words = ("--gdn", "reference,reference64", "--prefill", "", "--verify", "", "--decode-batches", "64,256")
+    assert swap(run, checkpoint, tmp_path / "out", *words).exit_code == 0
+    report = load(tmp_path / "out")
+    for row in report["rows"]:
+        assert math.isclose(row["floor_us"], row["bytes"] / report["copy_gb_per_s"] / 1e3, rel_tol=0.05), row["label"]
+        for measured in row["results"]:
+            # Times are rounded to 0.01 microseconds, percents to four digits.
+            off = 0.006 / row["floor_us"] + 0.006 / measured["time_us"] + 0.001
+            expected = 100 * row["floor_us"] / measured["time_us"]
+            assert math.isclose(measured["percent_of_ceiling"], expected, rel_tol=off), (row, measured)
+
+
+@pytest.mark.usefixtures("third_party")
 def test_ctrl_c_keeps_what_was_measured(run: Any, checkpoint: Path, tmp_path: Path) -> None:
     result = swap(run, checkpoint, tmp_path / "out", "--gdn", "plain,interrupted")
     assert result.exit_code == 130, result.output
