@@ -259,10 +259,14 @@ def start(
 
 
 def announce(settings: Settings, one: Running) -> None:
-    """Once the engine stands: log what is done and why, at a level that shows, and start the metrics."""
+    """Once the engine stands: start the metrics, in one process of each replica, and log what is done and why, at a
+    level that shows, in one process of all."""
     unrouted = None if one.gdn.backends else "this model has no Gated DeltaNet layers of Qwen3.5"
     if requested_phases(settings) and unrouted is not None:
         one.gdn.notes.append(f"{unrouted}: nothing is routed")
+    if one.place.counts and metrics_wanted():
+        one.mirror = PrometheusMirror(one.container.counters(), one.place.data_rank)
+        one.mirror.start()
     if not one.place.first:
         return
     registry = one.container.registry()
@@ -274,9 +278,6 @@ def announce(settings: Settings, one: Running) -> None:
     )  # fmt: skip
     one.announced.append(text)
     logger.warning("%s", text)
-    if metrics_wanted():
-        one.mirror = PrometheusMirror(one.container.counters())
-        one.mirror.start()
 
 
 def _device(settings: Settings, place: Place) -> str:

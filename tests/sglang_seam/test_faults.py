@@ -31,11 +31,13 @@ ALONE = "SGLang runs as if the plugin were not there"
 
 
 def scheduler_starts(
-    monkeypatch: pytest.MonkeyPatch, engine: Callable[[], None] = lambda: None, *, left_out: int = 0
-) -> None:
+    monkeypatch: pytest.MonkeyPatch, engine: Callable[[], None] = lambda: None, *, left_out: int = 0,
+    tp_rank: int = 0, pp_rank: int = 0, dp_rank: int | None = None, attn_dp_rank: int = 0,
+) -> None:  # fmt: skip
     """Register the plugin and start a scheduler through its hook; ``engine`` is all that SGLang does for it.
 
-    ``left_out``: how many arguments another plugin's hook, which calls ours, does not pass on.
+    ``left_out``: how many arguments another plugin's hook, which calls ours, does not pass on. The ranks are those
+    of the process, as SGLang's launcher or its data-parallel controller would give them.
     """
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.plugins.hook_registry import HookRegistry
@@ -50,11 +52,18 @@ def scheduler_starts(
     sglang_plugin.register()
     target = installed_seam().targets["scheduler"]
     (_, around, _) = HookRegistry._hooks[target.path][-1]
-    ranks = {"gpu_id": 0, "tp_rank": 0, "pp_rank": 0, "dp_rank": None}
+    ranks = {"tp_rank": tp_rank, "pp_rank": pp_rank, "dp_rank": dp_rank}
     assert target.signature is not None
     names = target.signature.strip("()").split(", ")
-    with get_parallel().override(tp_rank=0, pp_rank=0, attn_dp_rank=0):
-        around(original, *(ranks.get(name) for name in names[left_out:]))
+    published = ranks if "dp_rank" not in names else {"tp_rank": tp_rank, "pp_rank": pp_rank}  # else an argument
+    groups = attn_dp_rank + 1
+    widths = {
+        "tp_size": 2 * groups, "attn_tp_size": 2, "moe_tp_size": 2 * groups, "moe_ep_size": 1, "moe_dp_size": 1,
+        "pp_size": 2, "attn_cp_size": 1, "attn_dp_size": groups,
+    }  # fmt: skip
+    attention = {"attn_dp_rank": attn_dp_rank, "attn_tp_rank": tp_rank - 2 * attn_dp_rank}
+    with get_parallel().override(**published, **widths, **attention):
+        around(original, *(({"gpu_id": 0} | ranks).get(name) for name in names[left_out:]))
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:

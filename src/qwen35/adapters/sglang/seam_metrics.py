@@ -12,6 +12,8 @@ from qwen35.services.counters import Counters
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 #: Every label that a counter of ours may carry; one that a counter does not use is empty.
 LABELS = ("port", "phase", "adapter", "instead_of", "mode", "reason", "what", "argument")
+#: SGLang's own name for the label of a data-parallel replica.
+REPLICA = "dp_rank"
 PREFIX = "qwen35_"
 
 
@@ -21,13 +23,15 @@ def metrics_wanted() -> bool:
 
 
 class PrometheusMirror:
-    """Copies ``counters`` into prometheus_client's, which SGLang's endpoint gathers from all processes.
+    """Copies ``counters`` into prometheus_client's, which SGLang's endpoint gathers from all processes, labelled with the
+    data-parallel ``replica`` (None: empty).
 
     Make one only where ``metrics_wanted()``: prometheus_client decides at its import whether it is gathered.
     """
 
-    def __init__(self, counters: Counters, period: float = 1.0) -> None:
+    def __init__(self, counters: Counters, replica: int | None = None, period: float = 1.0) -> None:
         self._counters, self._period = counters, period
+        self._replica = "" if replica is None else str(replica)
         self._seen: dict[tuple[str, tuple[tuple[str, str], ...]], int] = {}
         self._metrics: dict[str, Any] = {}
         self._stop = threading.Event()
@@ -58,9 +62,10 @@ class PrometheusMirror:
                 if name not in self._metrics:
                     about = f"qwen35: {name.replace('_', ' ')}"
                     # In no registry of this process: the endpoint reads the files, and a second mirror may follow.
-                    self._metrics[name] = Counter(PREFIX + name, about, LABELS, registry=None)
+                    self._metrics[name] = Counter(PREFIX + name, about, (*LABELS, REPLICA), registry=None)
                 given = dict(labels)
-                self._metrics[name].labels(**{label: given.get(label, "") for label in LABELS}).inc(delta)
+                values = {label: given.get(label, "") for label in LABELS}
+                self._metrics[name].labels(**values, **{REPLICA: self._replica}).inc(delta)
                 self._seen[key] = value
 
     def _run(self) -> None:

@@ -11,7 +11,8 @@ from qwen35.adapters.sglang.seam import Target
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a scheduler process stands: its GPU and its ranks."""
+    """Where a scheduler process stands: its GPU and its ranks. ``data_rank`` counts replicas of the whole engine, or
+    under attention data parallelism the groups of its tensor-parallel ranks (None: there is one of them)."""
 
     gpu: int
     tensor_rank: int
@@ -19,9 +20,14 @@ class Place:
     data_rank: int | None = None
 
     @property
+    def counts(self) -> bool:
+        """Whether this process counts for its replica: a replica's ranks serve the same calls."""
+        return self.tensor_rank == 0 and self.pipeline_rank == 0
+
+    @property
     def first(self) -> bool:
-        """Whether this is the process that speaks for all ranks."""
-        return self.tensor_rank == 0 and self.pipeline_rank == 0 and not self.data_rank
+        """Whether this is the process that speaks for all replicas: they are told the same."""
+        return self.counts and not self.data_rank
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

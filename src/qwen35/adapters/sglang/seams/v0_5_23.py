@@ -51,7 +51,7 @@ def place(_: Mapping[str, Any]) -> Place:
     parallel = get_parallel()
     return Place(
         gpu=get_device().gpu_id or 0, tensor_rank=parallel.tp_rank, pipeline_rank=parallel.pp_rank,
-        data_rank=parallel.attn_dp_rank,
+        data_rank=parallel.dp_rank,
     )  # fmt: skip
 
 
