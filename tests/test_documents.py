@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from qwen35.cli.demo import make_checkpoint
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -18,25 +20,42 @@ def snippets(text: str) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
 
 
-def ran(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """``code`` in a process of its own, on a CPU."""
-    command = ["env", "QWEN35_DEVICE=cpu", "OMP_NUM_THREADS=1", sys.executable, "-c", code]
+def readme_snippets() -> tuple[str, str]:
+    """The README's one call of a kernel, and its whole model."""
+    call, model = snippets((ROOT / "README.md").read_text(encoding="utf-8"))
+    return call, model
+
+
+def ran(code: str, folder: Path, device: str = "cpu") -> subprocess.CompletedProcess[str]:
+    """``code`` in a process of its own."""
+    command = ["env", f"QWEN35_DEVICE={device}", "OMP_NUM_THREADS=1", sys.executable, "-c", code]
     return subprocess.run(command, check=False, cwd=folder, capture_output=True, text=True, timeout=120)
 
 
 def test_the_readmes_python_serves_a_call_without_a_gpu(tmp_path: Path) -> None:
-    (snippet,) = snippets((ROOT / "README.md").read_text(encoding="utf-8"))
-    done = ran(snippet, tmp_path)
+    done = ran(readme_snippets()[0], tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "reference served (2, 32, 128)\n"
 
 
 @pytest.mark.gpu
 def test_the_readmes_python_serves_a_call_on_a_gpu(tmp_path: Path) -> None:
-    (snippet,) = snippets((ROOT / "README.md").read_text(encoding="utf-8"))
-    done = subprocess.run([sys.executable, "-c", snippet], check=False, cwd=tmp_path, capture_output=True, text=True)
+    done = ran(readme_snippets()[0], tmp_path, "cuda")
     assert done.returncode == 0, done.stderr
     assert "served (2, 32, 128)" in done.stdout
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_readmes_python_generates_with_a_model(tmp_path: Path, device: str, seed: int) -> None:
+    make_checkpoint(tmp_path / "MODEL_DIR", seed)
+    done = ran(readme_snippets()[1], tmp_path, device)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2, done.stdout
+    for line in lines:
+        finish, tokens, text = re.fullmatch(r"(\w+) (\(.*\)) (\w+)", line).groups()  # type: ignore[union-attr]
+        assert (finish, text) == ("length", "None"), line
+        assert len(tokens.split(", ")) == 16, line
 
 
 RESULTS = ROOT / "benchmarks" / "results"
