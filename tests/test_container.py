@@ -27,8 +27,10 @@ from qwen35.ports.adapter import AdapterEntry
 from qwen35.ports.gated_delta_rule import ExtendCall, GatedDeltaRule
 from qwen35.ports.short_convolution import ConvDecodeCall, ShortConvolution
 from qwen35.services.counters import Counters
+from qwen35.services.gated_delta_rule import GatedDeltaRuleService
 from qwen35.services.prometheus import prometheus_text
 from qwen35.services.registry import AdapterRegistry, installed_entries
+from qwen35.services.short_convolution import ShortConvolutionService
 
 
 def test_services_and_adapters_implement_their_ports() -> None:
@@ -162,6 +164,23 @@ def test_close_ends_every_part_of_a_container_and_may_be_repeated() -> None:
     with pytest.raises(ClosedError):
         container.short_convolution().decode(windows)
     assert not container.finalize().is_prepared
+
+
+def test_close_ends_services_whose_adapters_the_registry_did_not_make() -> None:
+    container, fake = qwen35.build(device="cpu"), FakeGatedDeltaRule(1.0)
+    convolution = qwen35.adapter("short_convolution", "reference", device="cpu")
+    phases = dict.fromkeys((Phase.DECODE, Phase.EXTEND, Phase.VERIFY), ("mine", fake))
+    container.gated_delta_rule.override(GatedDeltaRuleService(phases, container.counters()))
+    container.short_convolution.override(ShortConvolutionService("mine", convolution, container.counters()))
+    windows = ConvDecodeCall(
+        x=torch.randn(2, 4), weight=torch.randn(4, 3), windows=torch.randn(3, 4, 2),
+        slots=torch.tensor([0, 1], dtype=torch.int32),
+    )  # fmt: skip
+    container.short_convolution().decode(windows)
+    qwen35.close(container)
+    assert fake.closed == 1
+    with pytest.raises(ClosedError):
+        container.short_convolution().decode(windows)
 
 
 def test_close_closes_every_part_before_the_error_of_one_travels_on() -> None:
