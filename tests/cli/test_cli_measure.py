@@ -149,6 +149,20 @@ def test_the_probe_finds_nothing_in_the_reference(phase: Phase) -> None:
     assert probe(Delegate(), phase, LAYOUT, SEED) == [], f"seed {SEED}"
 
 
+def lends_the_null_slot(inner: Any, call: DecodeCall) -> Tensor:
+    """As kernels do that give padded rows a slot of their own: what is left there is nobody's."""
+    out: Tensor = inner.decode(call)
+    if bool((call.slots < 0).any()):
+        call.states[0] = torch.where(torch.rand(call.states[0].shape) < 0.5, torch.randn(()), float("nan"))
+    return out
+
+
+def test_what_padding_leaves_in_the_null_slot_breaks_no_clause() -> None:
+    layout = replace(LAYOUT, null_slot=0)
+    assert probe(Spoilt(decode=lends_the_null_slot), Phase.DECODE, layout, SEED) == [], f"seed {SEED}"
+    assert probe(Spoilt(decode=lends_the_null_slot), Phase.DECODE, LAYOUT, SEED) != [], "without one it is a live slot"
+
+
 @pytest.mark.parametrize("row", [Row(Phase.DECODE, (1,) * 6), Row(Phase.EXTEND, (4, 9, 2)), Row(Phase.VERIFY, (3, 3))])
 @pytest.mark.parametrize("budget", [1, 10**9])
 def test_a_sample_of_the_oracle_sees_an_error_as_large_as_it_is(row: Row, budget: int) -> None:

@@ -73,12 +73,12 @@ def _judge(decode: PoolDecode, plan: GdnPlan, batch: int) -> None:
 
 
 def _drawn(plan: GdnPlan, batch: int) -> tuple[Step, Tensor, Tensor]:
-    """The same random step every time, over a pool of three: rows of slots 1 and 2, the others padded."""
-    step, states, slots = _rows(plan, 1, batch, slots=3)
+    """The same random step every time, each row with a slot of its own: padded ones would meet in slot 0."""
+    step, states, slots = _rows(plan, 1, batch, slots=batch + 1)
     source = torch.Generator(plan.device).manual_seed(0)
     for tensor in (step.q, step.k, step.v, step.a, step.b, step.A_log, step.dt_bias, states):
         tensor.normal_(generator=source)
-    slots[:2] = torch.tensor([1, 2], dtype=torch.int32)
+    slots.copy_(torch.arange(1, batch + 1))
     return step, states, slots
 
 
