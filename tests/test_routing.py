@@ -116,6 +116,17 @@ def test_a_plan_that_a_chosen_adapter_refuses_which_is_the_fallback_too_is_an_er
     assert str(refused.value) == "plan for two: too large"
 
 
+def test_without_a_fallback_every_adapter_is_prepared_before_the_refusals_of_some_are_one_error() -> None:
+    names = {"gdn_decode": "small", "gdn_extend": "fits", "gdn_verify": "large"}
+    fakes = {"small": ("too small",), "fits": (), "large": ("too large", "too wide")}
+    adapters = {name: FakeGatedDeltaRule(0.0, reasons=reasons) for name, reasons in fakes.items()}
+    container = qwen35.build(device="cpu", adapters=[fake_entry(*item) for item in adapters.items()], **names)
+    with pytest.raises(UnsupportedError) as refused:
+        container.gated_delta_rule().prepare(PLAN)
+    assert str(refused.value) == "plan for small and for large: too small; too large; too wide"
+    assert adapters["fits"].plans == [PLAN], "its phase serves all the same"
+
+
 class Branching(FakeGatedDeltaRule):
     """Says which way decode went, by its batch, and counts how often it was asked."""
 

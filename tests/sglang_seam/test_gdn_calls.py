@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
 import torch
-from seam_machine import CHANNELS, HV, K, Machine, V, close, installed_seam, split, start
+from seam_machine import CHANNELS, HV, K, Machine, V, capture, close, installed_seam, split, start
 from torch import Tensor
 
 from fakes import FakeGatedDeltaRule, fake_entry
@@ -199,9 +200,9 @@ def own(machine: Machine) -> ChunkKernel:
     return kernel
 
 
-def start_refusing(*reasons: str) -> Any:
+def start_refusing(*reasons: str, fallback: str | None = None) -> Any:
     fake = FakeGatedDeltaRule(0.0, reasons, {Clause.CAPTURE: "a fake"})
-    names = dict.fromkeys(ALL, "fake")
+    names = dict.fromkeys(ALL, "fake") | ({} if fallback is None else {"gdn_fallback": fallback})
     container = build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **names)
     return start(container, **names)
 
@@ -331,6 +332,39 @@ def test_ragged_drafts_are_sglangs() -> None:
         retrieve_parent_token=None,
     )  # fmt: skip
     assert kernel.calls == ["target_verify"]
+
+
+def test_ragged_drafts_of_the_same_total_are_sglangs_too() -> None:
+    one = start(**ALL)
+    machine = Machine(draft=3)
+    kernel = own(machine)
+    packed, a, b = machine.tokens(6)
+    machine.metadata([5, 2], [0, 2, 6])
+    batch = machine.batch("TARGET_VERIFY", [2, 4])
+    batch.spec_info.draft_token_num = 3  # of which two rows would have as many tokens
+    batch.spec_info.ragged_verify_layout = object()
+    assert machine.backend.forward_extend(machine.layer, batch, packed, a, b) == "verified"
+    assert kernel.calls == ["target_verify"]
+    reason = "verify requires rows of equal draft length"
+    assert one.container.counters().total("fallbacks", phase="verify", reason=reason) == 1
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["eager only", "can be captured"])
+def test_an_extend_inside_capture_is_ours_where_the_adapter_can_be_captured(captures: bool) -> None:
+    fake = FakeGatedDeltaRule(7.0)
+    fake.capabilities = dataclasses.replace(fake.capabilities, captures_extend=captures)
+    names = dict.fromkeys(ALL, "fake")
+    one = start(build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **names), **names)
+    machine = Machine()
+    kernel = own(machine)
+    with capture():
+        dispatch_extend(machine, [5], [3])
+    counters = one.container.counters()
+    assert (len(fake.calls), kernel.calls) == ((1, []) if captures else (0, ["extend"]))
+    refused = counters.total("fallbacks", phase="extend", mode="captured", reason="extend requires eager execution")
+    assert refused == (0 if captures else 1)
+    dispatch_extend(machine, [5], [3])
+    assert len(fake.calls) == (2 if captures else 1), "eagerly it is ours"
 
 
 def test_without_a_setting_sglangs_own_kernels_serve_and_are_counted() -> None:

@@ -54,6 +54,18 @@ def test_the_plan_comes_from_the_pools() -> None:
     assert fake.plans[-1].may_pad
 
 
+@pytest.mark.parametrize(("chunk", "tokens"), [(48, 48), (-1, 99), (None, 99)])
+def test_the_plan_has_room_for_the_largest_extend_and_a_token_of_every_row(chunk: int | None, tokens: int) -> None:
+    from sglang.srt.runtime_context import get_schedule
+
+    fake = FakeGatedDeltaRule(0.0)
+    names = dict.fromkeys(ALL, "fake")
+    start(build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **names), **names)
+    with get_schedule().override(chunked_prefill_size=chunk, max_prefill_tokens=99):
+        Machine(slots=8)
+    assert fake.plans[-1].max_tokens == tokens + 8
+
+
 def gdn_plan(value_heads: int, null_slot: int | None) -> GdnPlan:
     geometry = GdnGeometry(key_heads=H, value_heads=value_heads, key_width=K, value_width=V)
     return GdnPlan(geometry=geometry, state_dtype=torch.float32, device=torch.device("cpu"), max_batch=8, max_tokens=64,

@@ -6,13 +6,10 @@ import gc
 import pkgutil
 import types
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
-import torch
-from seam_machine import Machine, installed_seam, start
+from seam_machine import Machine, capture, installed_seam, start
 from test_install import NAMES
 
 from fakes import FakeGatedDeltaRule, fake_entry
@@ -36,15 +33,6 @@ class Refreshed(FakeGatedDeltaRule):
 def started(fake: FakeGatedDeltaRule) -> sglang_plugin.Running:
     container = build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **NAMES)
     return start(container, **NAMES)
-
-
-@contextmanager
-def capture() -> Iterator[None]:
-    """The body as inside CUDA graph capture, as far as a CPU shows it."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "is_initialized", lambda: True)
-        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        yield
 
 
 def decode() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from seam_machine import HV, Machine, V, close, split, start
+from seam_machine import HV, Machine, V, close, installed_seam, split, start
+from test_gdn_calls import own, start_refusing
 from torch import Tensor
 
 from qwen35.adapters.reference.gated_delta_rule import ReferenceGatedDeltaRule
@@ -24,11 +27,12 @@ class Front:
     def __init__(self, machine: Machine) -> None:
         self.machine = machine
         self.seen: list[dict[str, Any]] = []
+        self.returned: list[Tensor] = []
 
     def forward(self, **arguments: Any) -> Tensor:
         self.seen.append(arguments | {"out_cache_loc": arguments["forward_batch"].out_cache_loc})
-        out: Tensor = self.machine.backend.forward_extend(**arguments)
-        return out
+        self.returned.append(self.machine.backend.forward_extend(**arguments))
+        return self.returned[-1]
 
 
 @contextmanager
@@ -114,18 +118,99 @@ def test_a_verify_is_not_trimmed() -> None:
     close(out[0], oracle.verify(call).flatten(0, 1))
 
 
-@pytest.mark.row("G10")
-def test_the_capture_stub_fills_zeros_and_calls_no_kernel() -> None:
+@pytest.mark.row("G07")
+@pytest.mark.parametrize("fallback", [None, "reference"], ids=["SGLang's kernel", "fallback"])
+def test_a_padded_extend_that_our_adapter_refuses_is_copied_where_another_tensor_comes_back(
+    fallback: str | None,
+) -> None:
+    one = start_refusing("no such head ratio", fallback=fallback)
+    machine = Machine()
+    kernel, front, states = own(machine), Front(machine), machine.states.clone()
+    packed, a, b = machine.tokens(10)
+    packed[7:] = torch.nan
+    a[7:] = torch.nan
+    batch = machine.batch("EXTEND", [5, 2], padding=3)
+    machine.metadata([4, 1], [0, 5, 7])
+    with through(front):
+        out = machine.layer(batch, packed, a, b)
+    assert kernel.calls == (["extend"] if fallback is None else [])
+    close(out[0, :7], expected_extend(machine, states, packed, a, b, 7))
+    assert torch.equal(out[0, 7:], torch.zeros_like(out[0, 7:])), "tail rows are exact zeros"
+    close(machine.states, states)
+    given = front.seen[0]["linear_attn_output"].data_ptr()
+    assert given == out.data_ptr()
+    assert (front.returned[0].data_ptr() == given) is (fallback is not None), "SGLang's kernel makes its own tensor"
+    assert one.container.counters().total("fallbacks", phase="extend", instead_of="fake") == 1
+
+
+class Segments:
+    """SGLang's capture of a breakable graph without a graph: it keeps what is to run eagerly between segments."""
+
+    _barrier_fn = None
+
+    def __init__(self) -> None:
+        self.cuda_graph = SimpleNamespace(_break_fns=[])
+
+    def _end_current_segment(self) -> None: ...
+
+    def _begin_new_segment(self) -> None: ...
+
+    def replay(self) -> None:
+        for between in self.cuda_graph._break_fns:
+            between()
+
+
+@contextmanager
+def breaking(segments: Segments) -> Iterator[None]:
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph as breakable
+
+    token = breakable._current_capture_var.set(segments)
+    try:
+        yield
+    finally:
+        breakable._current_capture_var.reset(token)
+
+
+@contextmanager
+def eager_parts(machine: Machine, batch: Any) -> Iterator[Callable[..., None]]:
+    """SGLang's linear attention as it stands between the segments of a graph, for ``batch``: (mixed_qkv, a, b, output)."""
     from sglang.srt.layers import radix_linear_attention as radix
 
+    if installed_seam().version != "0.5.20":
+        from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
+
+        with set_forward_batch(batch):
+            yield machine.layer._eager_linear_attention
+        return
+    from sglang.srt.model_executor.runner_backend_utils.tc_piecewise_cuda_graph import context_manager as piecewise
+
+    library = torch.library.Library("sglang", "IMPL")  # the operator is CUDA's alone; its own body runs anywhere
+    library.impl("unified_linear_attention_with_output", radix._unified_linear_attention_with_output_impl, "CPU")
+    layers = [None, machine.layer]
+    with piecewise.set_tc_piecewise_forward_context(batch, layers, None, [], []):
+        yield partial(radix.bcg_unified_linear_attention_with_output, layer_id=1)
+    library._destroy()
+
+
+@pytest.mark.row("G10")
+def test_a_break_in_a_graph_is_zeros_without_a_call_when_captured_and_ours_when_replayed() -> None:
     one = start(**ALL)
     machine = Machine()
-    packed, a, b = machine.tokens(3)
-    output = torch.full((1, 3, HV, V), torch.nan)
-    stub = vars(radix).get("_linear_attention_capture_stub")
-    if stub is not None:
-        stub(packed, a, b, output, 1)
-    else:
-        machine.layer._capture_stub_linear_attention(packed, a, b, output)
-    assert not output.any()
-    assert one.container.counters().total("calls") == 0
+    front, states, segments = Front(machine), machine.states.clone(), Segments()
+    packed, a, b = machine.tokens(10)
+    batch = machine.batch("EXTEND", [5, 2], padding=3)
+    machine.metadata([4, 1], [0, 5, 7])
+    output = torch.full((1, 10, HV, V), torch.nan)
+    counters = one.container.counters()
+    with through(front), eager_parts(machine, batch) as layer:
+        with breaking(segments):
+            layer(packed, a, b, output)
+        assert torch.equal(output, torch.zeros_like(output))
+        assert torch.equal(machine.states, states)
+        assert (front.seen, counters.total("calls")) == ([], 0), "no backend was called, so no kernel"
+        output.fill_(torch.nan)
+        segments.replay()
+    close(output[0, :7], expected_extend(machine, states, packed, a, b, 7))
+    assert not output[0, 7:].any()
+    close(machine.states, states)
+    assert counters.total("calls", adapter="reference", phase="extend", mode="eager") == counters.total("calls") == 1

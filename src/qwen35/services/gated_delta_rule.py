@@ -114,7 +114,8 @@ class GatedDeltaRuleService:
 
     def prepare(self, plan: GdnPlan) -> None:
         """Prepare every chosen adapter and the fallback, with the plan's GPU current. Raises ``UnsupportedError`` where
-        a chosen adapter cannot serve the plan and no fallback can; other refusals are counted."""
+        a chosen adapter cannot serve the plan and no fallback can, with the reasons of all and once all others are
+        prepared; other refusals are counted."""
         with on(plan.device if isinstance(plan, GdnPlan) else None):
             self._prepare(plan)
 
@@ -124,11 +125,9 @@ class GatedDeltaRuleService:
             try:
                 adapter.prepare(plan)
             except UnsupportedError as exc:
-                if self._fallback is None:
-                    raise
                 refused[name] = exc.reasons
         chosen = {name for name, _ in self._adapters.values()}
-        if self._fallback is not None and self._fallback[0] in refused and chosen & refused.keys():
+        if chosen & refused.keys() and (self._fallback is None or self._fallback[0] in refused):
             reasons = (reason for own in refused.values() for reason in own)
             raise UnsupportedError(f"plan for {' and for '.join(refused)}", reasons)
         for name, own in refused.items():
