@@ -113,12 +113,16 @@ class Drifting(Delegate):
         call.states[live.long()] *= 1.01
 
 
-#: Dtypes of states and queries of every call that ``Recording`` served.
+#: Dtypes of states and tokens of every plan and call that ``Recording`` was given.
 DTYPES: list[tuple[torch.dtype, torch.dtype]] = []
 
 
 class Recording(Delegate):
     """Notes the dtypes that it is called with."""
+
+    def prepare(self, plan: GdnPlan) -> None:
+        DTYPES.append((plan.state_dtype, plan.token_dtype))
+        super().prepare(plan)
 
     def decode(self, call: DecodeCall) -> Tensor:
         DTYPES.append((call.states.dtype, call.q.dtype))

@@ -92,7 +92,7 @@ def test_states_and_tokens_have_the_dtypes_that_settings_say(
     environment = {"QWEN35_STATE_DTYPE": states}
     result = run("generate", checkpoint, *BASE, *words, "--dtype", tokens, env=environment)
     assert result.exit_code == 0, result.output
-    assert len(DTYPES) == 3 * 4  # of the first token and three more, in three layers
+    assert len(DTYPES) == 1 + 3 * 4  # a plan; the first token and three more, in three layers
     assert set(DTYPES) == {(getattr(torch, states), getattr(torch, tokens))}
 
 

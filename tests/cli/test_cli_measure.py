@@ -21,7 +21,7 @@ from qwen35.domain.errors import ConfigurationError
 from qwen35.domain.geometry import GdnGeometry, public_geometry
 from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, ExtendResult, VerifyCall
 from qwen35.testing.measure import Method, Timing, copy_bandwidth, relative_error, time_events, time_graph
-from qwen35.testing.probe import oracle_error, probe, run_call
+from qwen35.testing.probe import oracle_error, probe, run_call, truth_of
 from qwen35.testing.workload import Layout, Row, choose_sample, live_slots, random_call, random_pool
 
 LAYOUT = Layout(
@@ -171,10 +171,10 @@ def test_a_sample_of_the_oracle_sees_an_error_as_large_as_it_is(row: Row, budget
     before = pool.clone()
     call = random_call(LAYOUT, row, pool, live_slots(LAYOUT, row.batch, 8, generator), generator)
     out = run_call(Delegate(), call)
-    rows = before[call.slots.long()]
-    for value in oracle_error(call, row, LAYOUT, rows, out, budget):
+    truth = truth_of(call, row, LAYOUT, before[call.slots.long()], budget)
+    for value in oracle_error(call, row, truth, out):
         assert value < 1e-5, f"seed {SEED}"
-    spoilt, state = oracle_error(call, row, LAYOUT, rows, out * 1.5, budget)
+    spoilt, state = oracle_error(call, row, truth, out * 1.5)
     assert spoilt == pytest.approx(0.5, rel=1e-4), f"seed {SEED}"
     assert state < 1e-5
 

@@ -22,6 +22,7 @@ from qwen35.testing.measure import relative_error
 from qwen35.testing.workload import (
     Layout,
     Row,
+    Sample,
     TokenCall,
     choose_sample,
     random_call,
@@ -63,16 +64,27 @@ def run_call(adapter: GatedDeltaRule, call: TokenCall) -> Tensor:
     return adapter.verify(call)
 
 
-def oracle_error(
-    adapter_call: TokenCall, row: Row, layout: Layout, before: Tensor, out: Tensor, budget: int = _EVERYTHING
-) -> tuple[float, float]:
-    """Relative errors of outputs and states of a finished call against float64, on as much as ``budget`` allows."""
+@dataclass(frozen=True, slots=True)
+class Truth:
+    """What float64 makes of a sample of a call: outputs, and states or intermediates."""
+
+    sample: Sample
+    out: Tensor
+    states: Tensor
+
+
+def truth_of(call: TokenCall, row: Row, layout: Layout, before: Tensor, budget: int = _EVERYTHING) -> Truth:
+    """Of as much of ``call`` as ``budget`` allows. ``before``: its slots' states, in its order."""
     sample = choose_sample(layout, row, budget)
-    oracle = sampled_call(adapter_call, row, sample, before)
-    expected_out = run_call(float64_oracle(), oracle)
-    expected = oracle.intermediates if isinstance(oracle, VerifyCall) else oracle.states
-    got_out, got = sampled_results(adapter_call, row, sample, out)
-    return relative_error(got_out, expected_out), relative_error(got, expected)
+    oracle = sampled_call(call, row, sample, before)
+    out = run_call(float64_oracle(), oracle)
+    return Truth(sample, out, oracle.intermediates if isinstance(oracle, VerifyCall) else oracle.states)
+
+
+def oracle_error(call: TokenCall, row: Row, truth: Truth, out: Tensor) -> tuple[float, float]:
+    """Relative errors of outputs and states of a finished ``call``."""
+    got_out, got = sampled_results(call, row, truth.sample, out)
+    return relative_error(got_out, truth.out), relative_error(got, truth.states)
 
 
 def probe(adapter: GatedDeltaRule, phase: Phase, layout: Layout, seed: int) -> list[Broken]:

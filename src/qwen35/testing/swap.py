@@ -22,7 +22,7 @@ from qwen35.ports.support import dtype_name
 from qwen35.services.gated_delta_rule import PORT
 from qwen35.services.registry import AdapterRegistry
 from qwen35.testing.measure import Timing, cold_sets, copy_bandwidth, time_events, time_graph, time_wall
-from qwen35.testing.probe import Broken, oracle_error, probe, run_call
+from qwen35.testing.probe import Broken, Truth, oracle_error, probe, run_call, truth_of
 from qwen35.testing.workload import (
     Layout,
     Row,
@@ -92,11 +92,12 @@ class Progress:
 
 @dataclass(slots=True)
 class _Bench:
-    """The calls of one row: ``check`` is compared with the oracle, ``calls`` are timed."""
+    """The calls of one row: ``check``, on a copy of ``pool``, is compared with ``truth``, ``calls`` are timed."""
 
     row: Row
     check: TokenCall
     pool: Tensor
+    truth: Truth
     calls: list[TokenCall]
 
 
@@ -178,7 +179,8 @@ def _bench(experiment: Experiment, row: Row) -> _Bench:
     ]
     few = random_pool(layout, row.batch + reserved, generator)
     chosen = live_slots(layout, row.batch, few.shape[0], generator)
-    return _Bench(row, random_call(layout, row, few, chosen, generator), few, calls)
+    check = random_call(layout, row, few, chosen, generator)
+    return _Bench(row, check, few, truth_of(check, row, layout, few[chosen.long()], experiment.oracle_budget), calls)
 
 
 def _measure(
@@ -192,8 +194,7 @@ def _measure(
     if not support:
         raise UnsupportedError(f"{row.label} by {name}", support.reasons)
     out = run_call(adapter, check)
-    before = bench.pool[check.slots.long()]
-    output_error, state_error = oracle_error(check, row, layout, before, out, experiment.oracle_budget)
+    output_error, state_error = oracle_error(check, row, bench.truth, out)
     bound, broken = _judge(adapter, layout, row, output_error, state_error)
     if (name, row.phase) not in verdicts:
         verdicts[name, row.phase] = tuple(probe(adapter, row.phase, layout, experiment.seed + 1))
