@@ -22,11 +22,13 @@ unit: $(STAMP)
 interpreter: $(STAMP)  ## our Triton kernels on the CPU, in a process of their own
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreter
 
-# The newer release is laid over the same environment and removed again: it runs on the older one's dependencies.
-SEAMS := $(CURDIR)/$(VENV)/sglang-0.5.23
-seams: $(STAMP)  ## the seams inside SGLang, against the newer supported release too
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --target $(SEAMS) sglang==0.5.23
-	PYTHONPATH=$(SEAMS) $(BIN)/python -m pytest tests/sglang_seam; code=$$?; rm -rf $(SEAMS); exit $$code
+# The newer release runs on its own torch and FlashInfer, in an environment that is deleted again (10 GB while it is there).
+NEWEST := $(VENV)/sglang-newest
+seams: $(STAMP)  ## the seams inside SGLang and our FlashInfer adapter, with the newest supported releases of both
+	trap 'rm -rf $(NEWEST)' EXIT; trap 'exit 1' INT TERM; rm -rf $(NEWEST); \
+	$(BIN)/uv venv --quiet --python $(BIN)/python $(NEWEST) && \
+	$(BIN)/uv pip install --quiet --python $(NEWEST)/bin/python -r requirements-newest.txt -e . && \
+	$(NEWEST)/bin/python -m pytest -m "not interpreter" tests/sglang_seam tests/flashinfer
 
 gpu: $(STAMP)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

@@ -223,7 +223,7 @@ def run_scheduler(monkeypatch: pytest.MonkeyPatch, *, strict: bool = False) -> l
     arguments = (None,) * (len(installed_seam().targets["scheduler"].signature.split(",")) - 1)  # type: ignore[union-attr]
     with ExitStack() as ranks:
         if len(arguments) == 2:  # ranks are published, not passed
-            ranks.enter_context(get_parallel().override(tp_rank=0, pp_rank=0, attn_dp_rank=0))
+            ranks.enter_context(get_parallel().override(tp_rank=0, pp_rank=0, dp_rank=None))
         with pytest.raises((InterruptedError, AttributeError, SystemExit)) as caught:
             Scheduler(*arguments)
     if caught.type is SystemExit:
