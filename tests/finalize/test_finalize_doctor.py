@@ -120,9 +120,9 @@ def test_the_doctors_answer_and_reasons_are_the_services(
     facts, chosen = doctors(machine, finalize), services(machine, finalize)
     assert (facts["adapter"], facts["rejected"], facts["ok"]) == (adapter, rejected, True)
     assert "35B-A3B on 2 ranks" in facts["reason"]
-    fewer = "of which it serves 64: larger steps are not fused"
+    fewer = "of which it serves 1024: larger steps are not fused"
     assert (fewer in facts["reason"]) is (adapter == "flashinfer_ipc")
-    assert chosen.max_m == (64 if adapter == "flashinfer_ipc" else 8192)
+    assert chosen.max_m == (1024 if adapter == "flashinfer_ipc" else 8192)
     assert chosen.name == adapter
     of_rank_0 = {
         name: [r.removeprefix("rank 0: ") for r in why if r.startswith("rank 0: ")]

@@ -25,6 +25,10 @@ from qwen35.services.finalize_choice import choose_fusion
 from qwen35.services.registry import AdapterRegistry
 
 
+def no_sum(*_: Any) -> None:
+    """For a workspace that serves no call."""
+
+
 def ipc_workspace(asked: WorkspaceSignature) -> tuple[Any, dict[str, Any], list[str]]:
     """A workspace of IPC's, what FlashInfer's own was made with, and on which device."""
     given: dict[str, Any] = {}
@@ -42,7 +46,7 @@ def ipc_workspace(asked: WorkspaceSignature) -> tuple[Any, dict[str, Any], list[
         return Handles(**arguments)
 
     names = FusionNames(make, lambda **_: None, "finalize", "all-reduce")
-    ipc = FlashInferIpcFusion(HOPPER, lambda: names, Agreements(lambda _: Twin()), on_device)
+    ipc = FlashInferIpcFusion(HOPPER, lambda: names, Agreements(lambda _: Twin()), on_device, lambda: no_sum)
     with FakeTensorMode():
         return ipc.prepare(asked), given, devices
 
@@ -77,11 +81,11 @@ def chosen_by_two(facts: Sequence[DeviceFacts], requested: str, max_m: int, *oth
 
 
 def test_ipc_is_taken_for_more_tokens_than_it_serves_and_serves_those_that_it_can() -> None:
-    for max_m in (63, 64, 65, 8192):
+    for max_m in (1023, 1024, 1025, 8192):
         for choice in chosen_by_two([HOPPER, HOPPER], "flashinfer_ipc", max_m):
-            assert (choice.name, choice.max_m) == ("flashinfer_ipc", min(max_m, 64))
+            assert (choice.name, choice.max_m) == ("flashinfer_ipc", min(max_m, 1024))
     can = FlashInferIpcFusion(HOPPER).capabilities
-    assert [can.within(signature(max_m=m)).max_m for m in (63, 64, 65, 8192)] == [63, 64, 64, 64]
+    assert [can.within(signature(max_m=m)).max_m for m in (1023, 1024, 1025, 8192)] == [1023, 1024, 1024, 1024]
 
 
 @pytest.mark.row("A25")
@@ -105,7 +109,7 @@ def test_the_ipc_backend_needs_no_multicast_and_says_what_it_needs() -> None:
     bad = {
         "tensor parallel size": {"tp_size": 3, "rank": 0},
         "dtype": {"dtype": "float32"},
-        "max_m requires at most 64": {"max_m": 65},
+        "max_m requires at most 1024": {"max_m": 1025},
         "device": {"device": "cpu"},
     }
     for reason, change in bad.items():

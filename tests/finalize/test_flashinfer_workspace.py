@@ -9,13 +9,14 @@ import pytest
 import torch
 from finalize_fakes import FakeFusion, Meeting, signature
 from finalize_services import service
+from torch import Tensor
 
-from qwen35.adapters.flashinfer.finalize_ipc import FlashInferIpcFusion
+from qwen35.adapters._kernels.expert_sum import ExpertSum
 from qwen35.adapters.flashinfer.finalize_names import FusionNames
-from qwen35.adapters.flashinfer.finalize_workspace import FlashInferFusionWorkspace
+from qwen35.adapters.flashinfer.finalize_workspace import WEIGHT_DTYPES, FlashInferFusionWorkspace
 from qwen35.domain.errors import ClosedError, UnsupportedError
 from qwen35.domain.finalize import FinalizeHandoff
-from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities
+from qwen35.domain.finalize_capabilities import FusionCapabilities
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_fusion import NormAndResidual
 from qwen35.services.finalize_agreement import Agreements
@@ -38,19 +39,24 @@ class Native:
 
 
 def capabilities_with(most: int | None) -> FusionCapabilities:
-    """The IPC adapter's, with another bound on what may be routed."""
-    return replace(FlashInferIpcFusion(DeviceFacts(device="cpu")).capabilities, most_routed_elements=most)
+    """Those of FlashInfer's fused kernels, with a bound on what may be routed."""
+    return FusionCapabilities(
+        dtypes=frozenset({"bfloat16"}), roundings=16.0, weight_dtypes=WEIGHT_DTYPES, fewest_routed_rows=1,
+        most_routed_elements=most,
+    )  # fmt: skip
 
 
 class Bed:
-    def __init__(self, most: int | None = None, of: WorkspaceSignature = SIGNATURE) -> None:
+    def __init__(
+        self, most: int | None = None, of: WorkspaceSignature = SIGNATURE, expert_sum: ExpertSum | None = None
+    ) -> None:
         self.native, self.launched = Native(), []
         names = FusionNames(
             make=None, launch=lambda **given: self.launched.append(given), finalize="finalize", all_reduce="all-reduce"
         )  # type: ignore[arg-type]
         self.workspace = FlashInferFusionWorkspace(
-            "ipc", of, self.native, names, addresses=(1,), capabilities=capabilities_with(most)
-        )
+            "ipc", of, self.native, names, addresses=(1,), capabilities=capabilities_with(most), expert_sum=expert_sum
+        )  # fmt: skip
         self.case = FinalizeCase(seed=5, m=3, top_k=2, hidden=16, tp_size=1, dtype="bfloat16", dropped=0.0, zeroed=0.0)
         self.handoff = self.case.handoff(0)
         weights = self.handoff.expert_weights.bfloat16()  # type: ignore[attr-defined]
@@ -102,6 +108,35 @@ def test_every_argument_of_a_launch_is_the_callers_own(shared: bool) -> None:
         assert given.keys() == {*objects, *plain, "pattern"}
         assert {name: given[name] for name in (*plain, "pattern")} == plain | {"pattern": pattern}
         assert [name for name, value in objects.items() if given[name] is not value] == []
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_with_an_expert_sum_a_finalize_is_that_and_the_all_reduce(shared: bool) -> None:
+    summed: list[tuple[Tensor | None, ...]] = []
+
+    def expert_sum(routed: Tensor, weights: Tensor, indices: Tensor, own: Tensor | None, out: Tensor) -> None:
+        summed.append((routed, weights, indices, own, out))
+
+    bed = Bed(of=replace(SIGNATURE, shared_expert=shared), expert_sum=expert_sum)
+    handoff = bed.handoff if shared else replace(bed.handoff, gated_shared_output=None)
+    residual, gamma = bed.case.residual(), bed.case.gamma()
+    out = NormAndResidual(norm=torch.empty_like(residual), residual=torch.empty_like(residual))
+    assert bed.workspace.finalize(handoff, residual, gamma, out) is out
+    (*given, share), (launched,) = summed[0], bed.launched
+    wanted = handoff.routed_output, handoff.expert_weights, handoff.permuted_indices, handoff.gated_shared_output
+    assert all(x is y for x, y in zip(given, wanted, strict=True))
+    assert isinstance(share, Tensor)
+    assert (share.shape, share.dtype) == (residual.shape, residual.dtype)
+    assert launched == {
+        "pattern": "all-reduce", "input": launched["input"], "workspace": bed.native, "residual_in": residual,
+        "residual_out": out.residual, "norm_out": out.norm, "rms_gamma": gamma, "rms_eps": 1e-5, "weight_bias": 1.0,
+        "launch_with_pdl": False,
+    }  # fmt: skip
+    assert launched["input"].data_ptr() == share.data_ptr()
+    bed.workspace.finalize(handoff, residual, gamma, out)
+    again = summed[1][-1]
+    assert isinstance(again, Tensor)
+    assert again.data_ptr() == share.data_ptr(), "a graph may hold it"
 
 
 @pytest.mark.row("A27")

@@ -34,5 +34,5 @@ FINALIZE_MULTICAST = AdapterEntry(
 )  # fmt: skip
 FINALIZE_IPC = AdapterEntry(
     port="finalize_fusion", name="flashinfer_ipc", rank=20, probe=_probe, create=_ipc,
-    summary="FlashInfer's one-shot finalize over CUDA IPC, without multicast",
+    summary="FlashInfer's one-shot all-reduce over CUDA IPC behind an expert sum of ours, without multicast",
 )  # fmt: skip
