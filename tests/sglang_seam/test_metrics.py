@@ -29,7 +29,7 @@ mirror.stop()
 """
 
 
-#: A process for each of (tensor rank, pipeline rank, replica), which counts replica + 1 calls and then ends as if killed.
+#: A process for each of (tensor rank, pipeline rank, replica), which counts replica + 1 calls and is then gone.
 LAUNCH = """
 import os, sys, time
 from pathlib import Path

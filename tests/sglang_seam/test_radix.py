@@ -173,7 +173,7 @@ def breaking(segments: Segments) -> Iterator[None]:
 
 @contextmanager
 def eager_parts(machine: Machine, batch: Any) -> Iterator[Callable[..., None]]:
-    """SGLang's linear attention as it stands between the segments of a graph, for ``batch``: (mixed_qkv, a, b, output)."""
+    """SGLang's linear attention as it stands between a graph's segments, for ``batch``: (mixed_qkv, a, b, output)."""
     from sglang.srt.layers import radix_linear_attention as radix
 
     if installed_seam().version != "0.5.20":

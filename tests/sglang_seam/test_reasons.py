@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import pytest
 import torch
 from fusion_machine import HIDDEN, FusedMachine, fused, gate, prepared

@@ -37,8 +37,8 @@ class GdnSeam:
     """
 
     def __init__(
-        self, release: Release, routes: Mapping[Phase, str], service: GatedDeltaRuleService | None, counters: Counters, *,
-        checked: bool = False, strict: bool = False, fallback: str | None = None,
+        self, release: Release, routes: Mapping[Phase, str], service: GatedDeltaRuleService | None, counters: Counters,
+        *, checked: bool = False, strict: bool = False, fallback: str | None = None,
     ) -> None:  # fmt: skip
         self._release, self._counters, self._strict, self._fallback = release, counters, strict, fallback
         self.router = KernelRouter(routes, service, counters, checked)

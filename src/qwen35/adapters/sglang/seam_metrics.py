@@ -23,8 +23,9 @@ def metrics_wanted() -> bool:
 
 
 class PrometheusMirror:
-    """Copies ``counters`` into prometheus_client's, which SGLang's endpoint gathers from all processes, labelled with the
-    data-parallel ``replica`` (None: empty).
+    """Copies ``counters`` into prometheus_client's, which SGLang's endpoint gathers from all processes.
+
+    ``replica``: the data-parallel one that they are labelled with (None: empty).
 
     Make one only where ``metrics_wanted()``: prometheus_client decides at its import whether it is gathered.
     """

@@ -31,8 +31,9 @@ class KernelRouter:
     """
 
     def __init__(
-        self, routes: Mapping[Phase, str], service: GatedDeltaRuleService | None, counters: Counters, checked: bool = False
-    ) -> None:
+        self, routes: Mapping[Phase, str], service: GatedDeltaRuleService | None, counters: Counters,
+        checked: bool = False,
+    ) -> None:  # fmt: skip
         self.routes = dict(routes) if service is not None else {}
         self.checked = checked
         self._service, self._counters = service, counters
