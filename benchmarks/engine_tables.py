@@ -52,12 +52,12 @@ def parity_table(report: Row) -> str:
     for row in report["drift"]:
         drift.setdefault((row["phase"], row["layer"]), {})[row["against"].removeprefix("recorded-")] = row
     lines += [
-        "", "The same calls of two engines, the first against another: how far apart what they read and returned is. Phases in",
-        "which the first layer read different tokens are left out.",
+        "", "The same calls of two engines, the first against another: how far apart what they read and returned is.",
+        "Phases in which the first layer read different tokens are left out.",
         "", f"| phase | layer | {' | '.join(f'{other}: v, out' for other in others)} |",
         "| --- " * (len(others) + 2) + "|",
     ]  # fmt: skip
-    first = {phase: layer for phase, layer in sorted(drift, reverse=True)}
+    first = dict(sorted(drift, reverse=True))  # the smallest layer of each phase comes last, and stays
     other_tokens = {phase for phase, layer in first.items() if any(r["v"]["max"] for r in drift[phase, layer].values())}
     for (phase, layer), by in sorted(drift.items()):
         if phase in other_tokens:
