@@ -1,7 +1,7 @@
 """FlashInfer's all-reduce + residual + norm over CUDA IPC, behind an expert sum of our own; no multicast, one host.
 
 Its fused finalize (``kMoEFinalizeARResidualRMSNorm``) is not called: it hung in calls behind one another (F25 in
-docs/upstream.md), and takes longer than the two launches from 8 or 32 rows on (benchmarks/README.md).
+docs/upstream.md), and takes longer than the two launches (benchmarks/results/finalize.json).
 """
 
 from __future__ import annotations
