@@ -81,22 +81,15 @@ def test_what_the_fallback_may_not_do_inside_capture_is_neither_a_fallback_nor_a
     ]
 
 
-def test_a_plan_that_only_the_fallback_refuses_is_counted_and_served() -> None:
-    one, two = FakeGatedDeltaRule(1.0), FakeGatedDeltaRule(2.0, reasons=("too small",))
-    container = build(one, two)
+@pytest.mark.parametrize("refuses", ["one", "two"])
+def test_a_plan_that_only_the_chosen_adapter_or_only_the_fallback_refuses_is_counted_and_served(refuses: str) -> None:
+    fakes = {name: FakeGatedDeltaRule(1.0, reasons=("too small",) * (name == refuses)) for name in ("one", "two")}
+    container = build(fakes["one"], fakes["two"])
     container.gated_delta_rule().prepare(PLAN)
-    assert one.plans == [PLAN]
+    (served,) = fakes.keys() - {refuses}
+    assert fakes[served].plans == [PLAN]
     counters = container.counters()
-    assert counters.total("plans_refused", adapter="two", reason="too small") == counters.total("plans_refused") == 1
-
-
-def test_a_plan_that_the_fallback_takes_is_counted_and_served() -> None:
-    one, two = FakeGatedDeltaRule(1.0, reasons=("too small",)), FakeGatedDeltaRule(2.0)
-    container = build(one, two)
-    container.gated_delta_rule().prepare(PLAN)
-    assert two.plans == [PLAN]
-    counters = container.counters()
-    assert counters.total("plans_refused", adapter="one", reason="too small") == counters.total("plans_refused") == 1
+    assert counters.total("plans_refused", adapter=refuses, reason="too small") == counters.total("plans_refused") == 1
 
 
 def test_a_plan_that_a_chosen_adapter_and_the_fallback_refuse_is_an_error_with_the_reasons_of_both() -> None:

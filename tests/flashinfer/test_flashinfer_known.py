@@ -18,7 +18,6 @@ from qwen35.adapters.flashinfer.parameters import Float32
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import (
     ClosedError,
-    ConfigurationError,
     ContractError,
     DeviceError,
     DtypeError,
@@ -316,93 +315,6 @@ def test_another_plan_and_a_closed_adapter_know_nothing() -> None:
     assert bed.adapter.decode_known(call) is None
     with pytest.raises(ClosedError):
         bed.adapter.decode(call)
-
-
-@pytest.mark.parametrize("state", [F32, BF16])
-def test_a_later_plan_takes_nothing_from_an_earlier_one(state: torch.dtype) -> None:
-    """As where a second model without padded rows is made beside an engine: rows of the first still pad."""
-    bed = Bed(state, null=0)
-    bed.adapter.prepare(replace(bed.plan, max_batch=1, max_draft=0, may_pad=False, null_slot=None))
-    call = bed.decode([2, -1, 5])
-    before = call.states.clone()
-    assert not bed.adapter.decode(call)[1].any()
-    changed = {i for i in range(6) if not torch.equal(call.states[i], before[i])}
-    assert {2, 5} <= changed <= {0, 2, 5}, f"seed {bed.seed}"
-
-
-#: Whether rows may pad, and the null slot.
-_Pads = tuple[bool, int | None]
-
-
-def planned(bed: Bed, plan: _Pads) -> None:
-    may_pad, null_slot = plan
-    bed.adapter.prepare(replace(bed.plan, may_pad=may_pad, null_slot=null_slot))
-
-
-@pytest.mark.parametrize("state", [F32, BF16])
-@pytest.mark.parametrize(
-    ("first", "second"),
-    [
-        ((True, 0), (True, 5)), ((True, 0), (True, None)), ((True, None), (True, 5)), ((True, 0), (False, 5)),
-        ((False, 0), (True, 5)), ((False, 0), (False, 5)), ((False, 0), (True, None)), ((True, None), (False, 5)),
-    ],
-)  # fmt: skip
-def test_a_second_plan_that_would_pad_into_a_live_slot_is_refused_and_changes_nothing(
-    first: _Pads, second: _Pads, state: torch.dtype
-) -> None:
-    bed = Bed(state, prepared=False)
-    planned(bed, first)
-    with pytest.raises(ConfigurationError, match=f"names {first[1]}.*, got {second[1]}"):
-        planned(bed, second)
-    call = bed.decode([3, 2], **({} if first[1] is None else {"write_slots": torch.tensor([-1, 2], dtype=torch.int32)}))
-    if not bed.adapter.supports(call):
-        assert first == (True, None), "a bfloat16 pool whose rows may pad"
-        return
-    before = call.states.clone()
-    bed.adapter.decode(call)
-    changed = {i for i in range(6) if not torch.equal(call.states[i], before[i])}
-    assert changed <= {2, 3, first[1]}, f"seed {bed.seed}"
-
-
-def test_the_first_user_s_padding_keeps_its_null_slot_when_another_names_a_live_one() -> None:
-    bed = Bed(BF16, null=0)
-    with pytest.raises(ConfigurationError, match="null slot requires"):
-        bed.adapter.prepare(replace(bed.plan, null_slot=5))
-    call = bed.decode([3, -1])
-    before = call.states.clone()
-    bed.adapter.decode(call)
-    assert all(torch.equal(call.states[i], before[i]) for i in (1, 2, 4, 5)), f"seed {bed.seed}"
-
-
-@pytest.mark.parametrize(
-    ("first", "second", "null_slot"),
-    [
-        ((True, 4), (False, None), 4), ((False, 4), (False, None), 4), ((False, None), (True, 4), 4),
-        ((False, None), (False, 4), 4), ((True, 4), (False, 4), 4),
-    ],
-)  # fmt: skip
-def test_of_two_plans_that_agree_the_named_null_slot_serves_rows_that_pad(
-    first: _Pads, second: _Pads, null_slot: int
-) -> None:
-    bed = Bed(BF16, prepared=False)
-    for plan in (first, second):
-        planned(bed, plan)
-    pads = first[0] or second[0]
-    call = bed.decode([3, -1]) if pads else bed.decode([3, 2], write_slots=torch.tensor([3, -1], dtype=torch.int32))
-    before = call.states.clone()
-    bed.adapter.decode(call)
-    changed = {i for i in range(6) if not torch.equal(call.states[i], before[i])}
-    assert 3 in changed <= {3, null_slot}, f"seed {bed.seed}"
-
-
-def test_what_a_call_needed_before_any_plan_says_nothing_of_null_slots() -> None:
-    bed = Bed(BF16, prepared=False)
-    bed.adapter.verify(bed.verify([2, 3]))
-    bed.adapter.prepare(replace(bed.plan, null_slot=4))
-    call = bed.decode([3, -1])
-    before = call.states.clone()
-    assert not bed.adapter.decode(call)[1].any()
-    assert all(torch.equal(call.states[i], before[i]) for i in (0, 1, 2, 5)), f"seed {bed.seed}"
 
 
 def test_rows_that_are_off_are_left_to_the_guard() -> None:

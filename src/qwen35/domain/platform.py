@@ -17,3 +17,10 @@ class Platform:
     @property
     def device_type(self) -> str:
         return self.device.partition(":")[0]
+
+    def below(self, least: tuple[int, int]) -> tuple[str, ...]:
+        """The reason against a platform whose compute capability is under ``least``; none: it is not."""
+        if self.compute_capability is not None and self.compute_capability >= least:
+            return ()
+        wanted, got = (c and ".".join(map(str, c)) for c in (least, self.compute_capability))
+        return (f"compute capability requires at least {wanted}, got {got}",)

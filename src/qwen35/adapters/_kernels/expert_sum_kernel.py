@@ -33,7 +33,7 @@ def _expert_sum(
 def launch_expert_sum(routed: Tensor, weights: Tensor, indices: Tensor, shared: Tensor | None, out: Tensor) -> None:
     """``out = shared + sum_j weights_j * routed[indices_j]`` [m, D], added up in float32 and rounded once.
 
-    A choice that is dropped, of weight zero or out of range is not read. Legal inside capture."""
+    A choice that is dropped, of weight zero or out of range is not read. Legal inside capture once it is compiled."""
     m, hidden = out.shape
     _expert_sum[(m, triton.cdiv(hidden, COLUMNS))](
         routed, weights, indices, routed if shared is None else shared, out, routed.shape[0], D=hidden,

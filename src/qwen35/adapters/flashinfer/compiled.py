@@ -1,10 +1,10 @@
 """FlashInfer's compiled decode kernels, launched without what its functions do around them.
 
 For every call these look for the kernel that they compiled, by a key of up to two dozen parts, ask torch for the
-stream, and cut views that the kernel does not read: of 20 to 25 microseconds of the host, half. Of calls that look like
-one that was served, all of that is known. The names used here are private, known from 0.6.18. Where a release lacks one
-of them, or keeps its kernels by other keys, nothing is found; and none is used before ``prepare`` has seen it do
-what the function does, to the bit.
+stream, and cut views that the kernel does not read. Of calls that look like one that was served, all of that is known.
+The names used here are private, known from 0.6.18. Where a release lacks one of them, or keeps its kernels by other
+keys, nothing is found; and no family of kernels is used before ``prepare`` has seen one of it do what the function
+does, to the bit.
 """
 
 from __future__ import annotations
@@ -82,8 +82,9 @@ class CompiledDecodes:
         names = self._modules.get(layout.states.dtype)
         if names is None or layout.tokens != torch.bfloat16:
             return None
+        look_up = _of_float32 if layout.states.dtype == torch.float32 else _of_bfloat16
         try:
-            return _of_float32(names, layout) if layout.states.dtype == torch.float32 else _of_bfloat16(names, layout)
+            return look_up(names, layout)
         except UNLIKE:
             return None
 
@@ -114,7 +115,7 @@ def load_compiled() -> CompiledDecodes:
     return CompiledDecodes(found)
 
 
-def _of_float32(names: Mapping[str, Any], layout: DecodeLayout) -> CompiledDecode | None:
+def _of_float32(names: Mapping[str, Any], layout: DecodeLayout) -> CompiledDecode:
     key = (*layout.sizes, torch.bfloat16, layout.scale, True, True, *map(int, layout.states.stride()[1:]))
     kept = names["_get_compiled_decode_kernel"](*key)
     kernel, (_, offsets) = kept["compiled"], kept["aux"][layout.batch, layout.device]
@@ -130,7 +131,7 @@ def _of_float32(names: Mapping[str, Any], layout: DecodeLayout) -> CompiledDecod
     return CompiledDecode("pretranspose", launch)
 
 
-def _of_bfloat16(names: Mapping[str, Any], layout: DecodeLayout) -> CompiledDecode | None:
+def _of_bfloat16(names: Mapping[str, Any], layout: DecodeLayout) -> CompiledDecode:
     tile = names["_select_wide_vec_tile_v"](layout.batch, layout.value_heads)
     states = layout.states
     whole = states.is_contiguous()

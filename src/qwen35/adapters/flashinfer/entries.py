@@ -18,9 +18,8 @@ def probe(platform: Platform) -> Support:
     reasons = list(report().reasons)
     if platform.device_type != "cuda":
         reasons.append(f"device requires cuda, got {platform.device_type}")
-    elif platform.compute_capability is None or platform.compute_capability < MIN_COMPUTE_CAPABILITY:
-        least, got = (c and ".".join(map(str, c)) for c in (MIN_COMPUTE_CAPABILITY, platform.compute_capability))
-        reasons.append(f"compute capability requires at least {least}, got {got}")
+    else:
+        reasons += platform.below(MIN_COMPUTE_CAPABILITY)
     return Support.of(*reasons)
 
 

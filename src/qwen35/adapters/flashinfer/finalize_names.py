@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
+from qwen35.adapters._kernels.sources import found_spec
 from qwen35.domain.errors import UnavailableError
 
 
@@ -53,7 +53,7 @@ def ipc_names(importing: Importer = import_module) -> FusionNames:
 
 def installed() -> tuple[str, ...]:
     """Reasons why nothing could be imported, without importing anything."""
-    return () if find_spec("flashinfer") is not None else ("unavailable: missing flashinfer",)
+    return () if found_spec("flashinfer") is not None else ("unavailable: missing flashinfer",)
 
 
 def _with_patterns(make: Any, launch: Any, patterns: Any, config: Any) -> FusionNames:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from qwen35.domain.platform import Platform
-from qwen35.ports.gdn_calls import DecodeCall, ExtendCall, GdnPlan, LogGates, VerifyCall
+from qwen35.ports.gdn_calls import DecodeCall, ExtendCall, GdnPlan, VerifyCall
 
 #: Bytes. The bfloat16 kernels are compiled for 32-byte aligned pointers, the others for 16.
 ALIGNMENT = 32
@@ -146,18 +146,16 @@ def extend_reasons(call: ExtendCall, choice: SplitChoice) -> Iterable[str]:
 
 
 def step_reasons(call: DecodeCall | VerifyCall) -> Iterable[str]:
-    """What decode and verify refuse beyond the shared capabilities."""
-    if isinstance(call.gates, LogGates):
-        yield "gates require raw, got log: FlashInfer's decode and verify make the gates themselves"
-        return
-    for name, gate in (("a", call.gates.a), ("b", call.gates.b)):
+    """What decode and verify refuse beyond the shared capabilities, by which the gates are raw."""
+    gates: Any = call.gates
+    for name, gate in (("a", gates.a), ("b", gates.b)):
         if gate.dtype != torch.bfloat16:
             yield f"gates.{name} requires bfloat16, got {str(gate.dtype).removeprefix('torch.')}"
     pitch = call.states.stride(0) * call.states.element_size()
     if call.states.shape[0] > 1 and pitch % ALIGNMENT:
         yield f"slot stride requires a multiple of {ALIGNMENT} bytes, got {pitch}"
     yield from alignment_reasons(
-        {"q": call.q, "k": call.k, "v": call.v, "gates.a": call.gates.a, "gates.b": call.gates.b,
+        {"q": call.q, "k": call.k, "v": call.v, "gates.a": gates.a, "gates.b": gates.b,
          "states": call.states, "out": call.out}
     )  # fmt: skip
 

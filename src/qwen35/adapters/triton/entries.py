@@ -23,10 +23,7 @@ def probe(platform: Platform) -> Support:
         if platform.device_type == "cpu" and triton.knobs.runtime.interpret:
             return Support(ok=True)
         return Support.of(f"device requires cuda (or TRITON_INTERPRET=1 on a CPU), got {platform.device_type}")
-    if platform.compute_capability is None or platform.compute_capability < MIN_COMPUTE_CAPABILITY:
-        least, got = (c and ".".join(map(str, c)) for c in (MIN_COMPUTE_CAPABILITY, platform.compute_capability))
-        return Support.of(f"compute capability requires at least {least}, got {got}")
-    return Support(ok=True)
+    return Support.of(*platform.below(MIN_COMPUTE_CAPABILITY))
 
 
 def _gated_delta_rule(_platform: Platform, _options: AdapterOptions) -> Any:

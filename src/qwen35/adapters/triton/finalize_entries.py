@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from typing import Any
 
+from qwen35.adapters._kernels.sources import found_spec
 from qwen35.domain.capabilities import Support
 from qwen35.domain.platform import Platform
 from qwen35.ports.adapter import AdapterEntry, AdapterOptions
@@ -15,7 +15,7 @@ def _probe(platform: Platform) -> Support:
     reasons = []
     if platform.device_type != "cuda":
         reasons.append(f"device requires cuda, got {platform.device_type}")
-    if find_spec("triton") is None:
+    if found_spec("triton") is None:
         reasons.append("triton is not installed")
     return Support.of(*reasons)
 
