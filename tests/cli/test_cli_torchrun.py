@@ -27,11 +27,13 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
     return folder
 
 
-def torchrun(folder: Path, checkpoint: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qwen35", "generate")
+def torchrun(
+    folder: Path, checkpoint: Path, *words: str | Path, command: tuple[str | Path, ...] = ("-m", "qwen35")
+) -> subprocess.CompletedProcess[str]:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [sys.executable, *launcher, *map(str, (checkpoint, *WORDS, *words))], cwd=folder, env=environment, timeout=240,
+        [sys.executable, *launcher, *map(str, (*command, "generate", checkpoint, *WORDS, *words))], cwd=folder, env=environment, timeout=240,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 
@@ -54,6 +56,24 @@ def test_two_ranks_generate_and_compare_as_one_process_does_and_print_once(
     same = 1 + int((two["tokens"] == one["tokens"]).long().cumprod(0)[:-1].sum())
     errors = (two["logits"] - one["logits"])[:same].norm(dim=-1) / one["logits"][:same].norm(dim=-1)
     assert errors.max() < 1e-2, f"seed {seed}: {errors}"
+
+
+#: What is left to run when the interpreter ends: threads of a process group would abort the process there, sometimes.
+WATCHED = """
+import atexit, pathlib
+atexit.register(lambda: print("left over:", [name for task in pathlib.Path("/proc/self/task").iterdir()
+                              if "gloo" in (name := (task / "comm").read_text().strip())]))
+from qwen35.__main__ import main
+main()
+"""
+
+
+def test_no_thread_of_the_process_group_outlives_the_command(checkpoint: Path, tmp_path: Path) -> None:
+    script = tmp_path / "watched.py"
+    script.write_text(WATCHED)
+    result = torchrun(tmp_path, checkpoint, *REFERENCE, "--finalize", "reference", command=(script,))
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("left over: []") == 2, result.stdout
 
 
 def test_a_refusal_ends_every_rank(run: Any, checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol, TypeVar, cast
@@ -72,34 +73,41 @@ def _told(error: Exception) -> tuple[bool, tuple[str, ...]]:
 class GroupAgreement:
     """Over a process group of torch.distributed; where that one has no CPU side, over a gloo twin of it.
 
-    Made by every rank of the group together. Holds the group, and its twin for as long as it lives. Raises
-    ``AgreementError`` where a rank does not come to make the twin.
+    Made by every rank of the group together. Keeps neither the group nor its twin alive: torch.distributed does,
+    until they are destroyed. (The threads of a gloo group end with it; one that still runs when the interpreter ends
+    aborts the process.) Raises ``AgreementError`` where a rank does not come to make the twin.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout: timedelta = EXCHANGE_TIMEOUT) -> None:
         ranks = dist.get_process_group_ranks(group)
-        self._size, self._group = len(ranks), group
         if "gloo" not in dist.get_backend(group):
             try:
-                self._group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+                group = dist.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
             except RuntimeError as exc:
                 raise AgreementError(_UNHEARD, [str(exc)]) from exc
+        self._size, self._group = len(ranks), weakref.ref(group)
 
     def exchange(self, value: Any) -> list[Any]:
+        group = self._group()
+        if group is None:
+            raise AgreementError(_UNHEARD, ["the process group was destroyed"])
         values: list[Any] = [None] * self._size
         try:
-            dist.all_gather_object(values, value, group=self._group)
+            dist.all_gather_object(values, value, group=group)
         except RuntimeError as exc:
             raise AgreementError(_UNHEARD, [str(exc)]) from exc
         return values
 
 
 class Agreements:
-    """One agreement for each process group, made when first asked for, once whatever the number of threads."""
+    """One agreement for each process group, made when first asked for, once whatever the number of threads.
+
+    A group's agreement lasts as long as the group, which it does not keep alive.
+    """
 
     def __init__(self, make: Callable[[Any], Agreement] = GroupAgreement) -> None:
         self._make = make
-        self._made: list[tuple[object, Agreement]] = []
+        self._made: list[tuple[weakref.ref[Any], Agreement]] = []
         self._lock = threading.Lock()
 
     def of(self, group: Any, size: int) -> Agreement:
@@ -107,13 +115,14 @@ class Agreements:
         if size == 1:
             return Alone()
         with self._lock:
+            self._made = [(have, agreement) for have, agreement in self._made if have() is not None]
             for have, agreement in self._made:
-                if have is group:
+                if have() is group:
                     return agreement
             agreement = self._make(group)
-            self._made.append((group, agreement))
+            self._made.append((weakref.ref(group), agreement))
             return agreement
 
 
-#: The agreements of this process: a group's gloo twin is made once, whoever asks. They last as long as the process.
+#: The agreements of this process: a group's gloo twin is made once, whoever asks.
 PROCESS_AGREEMENTS = Agreements()
