@@ -18,7 +18,12 @@ from qwen35.ports.adapter import AdapterEntry
 from qwen35.ports.finalize_checks import check_all_reduce, check_finalize, token_support
 from qwen35.ports.finalize_fusion import NormAndResidual
 
-GROUP = object()
+
+class Group:
+    """Stands for a process group: nothing but itself, and no longer there than somebody holds it."""
+
+
+GROUP = Group()
 
 
 def signature(**changes: Any) -> WorkspaceSignature:
@@ -160,4 +165,17 @@ class TraceOfReads(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
             self.found.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class FullDevice(TorchDispatchMode):
+    """Has no memory for a tensor of ``shape``."""
+
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self._shape = shape
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.empty.memory_format and tuple(args[0]) == self._shape:
+            raise torch.OutOfMemoryError(f"no room for {self._shape}")
         return func(*args, **(kwargs or {}))

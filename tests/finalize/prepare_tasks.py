@@ -16,7 +16,9 @@ from finalize_tasks import signature_for
 from torch import Tensor
 
 from qwen35.domain.errors import AgreementError, CreationError
+from qwen35.domain.finalize import FinalizeHandoff
 from qwen35.domain.finalize_capabilities import FusionCapabilities
+from qwen35.ports.finalize_checks import handoff_tensors
 from qwen35.services.finalize_agreement import Agreements, GroupAgreement
 from qwen35.services.finalize_facts import device_facts
 from qwen35.testing.finalize_laws import FinalizeKit, digest
@@ -194,12 +196,15 @@ def prepare_without_memory(ranked: Ranked, on: int, changes: dict[str, Any]) -> 
     return said
 
 
-def compiled_by_calls(ranked: Ranked, checked: bool, seed: int, changes: dict[str, Any]) -> tuple[int, int]:
-    """How many kernels ``prepare`` compiles, and how many the calls after it, of every kind, eager and captured."""
+def compiled_by_calls(
+    ranked: Ranked, name: str, seed: int, changes: dict[str, Any], checked: bool = False
+) -> tuple[int, int]:
+    """How many kernels of Triton's ``prepare`` compiles, and how many the calls after it, of every kind, eager and
+    captured."""
     import triton
     from finalize_tasks import fusion_named
 
-    fusion = fusion_named("triton", ranked.device, checked=checked)
+    fusion = fusion_named(name, ranked.device, **({"checked": True} if checked else {}))
     agreement, found = GroupAgreement(ranked.group), []
 
     def note(**given: Any) -> None:
@@ -213,6 +218,8 @@ def compiled_by_calls(ranked: Ranked, checked: bool, seed: int, changes: dict[st
             for dtype in ("bfloat16", "float32"):
                 case = kit.case(seed, m, weight_dtype=dtype)
                 kit.finalize(case)
+                if m > 1:  # the end of a step: weights and indices start anywhere
+                    kit.workspace.finalize(end_of(case.handoff(kit.rank)), case.residual()[1:], case.gamma())
             kit.workspace.all_reduce(case.local(kit.rank), case.residual(), case.gamma())
         handoff, residual, gamma, local = case.handoff(kit.rank), case.residual(), case.gamma(), case.local(kit.rank)
         torch.cuda.synchronize()
@@ -225,6 +232,15 @@ def compiled_by_calls(ranked: Ranked, checked: bool, seed: int, changes: dict[st
         agreement.exchange("done")
     kit.workspace.destroy()
     return before, after
+
+
+def end_of(handoff: FinalizeHandoff) -> FinalizeHandoff:
+    """All rows but the first."""
+    routed, weights, indices, shared = handoff_tensors(handoff)
+    return FinalizeHandoff(
+        routed_output=routed, expert_weights=weights[1:], permuted_indices=indices[1:],
+        gated_shared_output=None if shared is None else shared[1:], m=handoff.m - 1,
+    )  # fmt: skip
 
 
 def meets_on_a_twin(ranked: Any, missing: int, seconds: float) -> tuple[str, str, float]:

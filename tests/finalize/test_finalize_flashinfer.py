@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from contextlib import nullcontext
 from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
-from finalize_fakes import Meeting, Twin
+from finalize_fakes import GROUP, Meeting, Twin
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from qwen35.adapters.flashinfer.finalize_ipc import FlashInferIpcFusion
@@ -27,7 +28,7 @@ HOPPER = replace(BLACKWELL, compute_capability=(9, 0), no_multicast=("multicast 
 def signature(**changes: Any) -> WorkspaceSignature:
     """The one public shape that FlashInfer 0.6.18 has a profile for."""
     values: dict[str, Any] = {
-        "group": object(),
+        "group": GROUP,
         "tp_size": 8,
         "rank": 3,
         "hidden": 8192,
@@ -247,13 +248,16 @@ def test_a_rank_without_the_names_leaves_no_other_in_flashinfers_own_rendezvous(
         agreements = Agreements(lambda _: meeting.side(rank))
         shape = {"tp_size": 2, "rank": rank} if adapter == "ipc" else {}
         asked = signature(**shape, max_m=64)
-        if adapter == "ipc":
-            return FlashInferIpcFusion(HOPPER, load, agreements).prepare(asked)
-        memory = SymmetricMemory("CUDA")
-        return fusion(config, load=load, backend=lambda: memory, agreements=agreements).prepare(asked)
+        with FakeTensorMode():
+            if adapter == "ipc":
+                ipc = FlashInferIpcFusion(HOPPER, load, agreements, lambda _: nullcontext(), lambda: lambda *_: None)
+                return ipc.prepare(asked)
+            memory = SymmetricMemory("CUDA")
+            return fusion(config, load=load, backend=lambda: memory, agreements=agreements).prepare(asked)
 
     out = meeting.run(prepare)
     assert all(isinstance(e, CreationError) for e in out), out
     assert str(out[0]) == str(out[1])
     assert "rank 1: UnavailableError: flashinfer: unavailable: missing flashinfer.comm.allreduce_fusion" in str(out[0])
+    assert "rank 0" not in str(out[0])
     assert made == []

@@ -9,14 +9,16 @@ from typing import Any
 
 import pytest
 import torch
-from finalize_fakes import FakeFusion, Meeting, Twin
+from finalize_fakes import FakeFusion, FullDevice, Meeting, Twin
 from finalize_services import CPU
 from test_finalize_flashinfer import HOPPER, Native, signature
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from qwen35.adapters._kernels.expert_sum import ExpertSum
 from qwen35.adapters.flashinfer.finalize_ipc import FlashInferIpcFusion
 from qwen35.adapters.flashinfer.finalize_names import FusionNames
 from qwen35.domain.capabilities import Support
+from qwen35.domain.errors import CreationError
 from qwen35.domain.finalize_capabilities import DeviceFacts
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.adapter import AdapterEntry
@@ -29,39 +31,93 @@ def no_sum(*_: Any) -> None:
     """For a workspace that serves no call."""
 
 
-def ipc_workspace(asked: WorkspaceSignature) -> tuple[Any, dict[str, Any], list[str]]:
-    """A workspace of IPC's, what FlashInfer's own was made with, and on which device."""
-    given: dict[str, Any] = {}
-    devices: list[str] = []
+class Ipc:
+    """The adapter over a FlashInfer that notes what its workspace was made with, and when."""
 
-    def on_device(device: str) -> Any:
-        devices.append(device)
-        return nullcontext()
+    def __init__(self, expert_sum: ExpertSum = no_sum, agreement: Any = None) -> None:
+        self.given: dict[str, Any] = {}
+        self.devices: list[str] = []
+        self._sum, self._agreement = expert_sum, agreement or Twin()
+        #: What happened, in order: sums by their tensors, and "made".
+        self.events: list[Any] = []
 
-    class Handles(Native):
-        ipc_handles = ((11, 12), (21, 22))
+    def prepare(self, asked: WorkspaceSignature) -> Any:
+        names = FusionNames(self._make, lambda **_: None, "finalize", "all-reduce")
+        agreements = Agreements(lambda _: self._agreement)
+        ipc = FlashInferIpcFusion(HOPPER, lambda: names, agreements, self._on_device, lambda: self._expert_sum)
+        with FakeTensorMode():
+            return ipc.prepare(asked)
 
-    def make(**arguments: Any) -> Native:
-        given.update(arguments)
+    def _make(self, **arguments: Any) -> Native:
+        class Handles(Native):
+            ipc_handles = ((11, 12), (21, 22))
+
+        self.given.update(arguments)
+        self.events.append("made")
         return Handles(**arguments)
 
-    names = FusionNames(make, lambda **_: None, "finalize", "all-reduce")
-    ipc = FlashInferIpcFusion(HOPPER, lambda: names, Agreements(lambda _: Twin()), on_device, lambda: no_sum)
-    with FakeTensorMode():
-        return ipc.prepare(asked), given, devices
+    def _on_device(self, device: str) -> Any:
+        self.devices.append(device)
+        return nullcontext()
+
+    def _expert_sum(self, *tensors: Any) -> None:
+        self.events.append(tensors)
+        self._sum(*tensors)
 
 
 @pytest.mark.row("A04")
 def test_what_the_ipc_workspace_is_made_with() -> None:
     asked = signature(hidden=2048, top_k=8, tp_size=2, rank=1, max_m=48, device="cuda:5")
-    workspace, given, devices = ipc_workspace(asked)
+    ipc = Ipc()
+    workspace, given = ipc.prepare(asked), ipc.given
     assert given == {
         "tp_size": 2, "tp_rank": 1, "max_token_num": 48, "hidden_dim": 2048, "dtype": torch.bfloat16,
         "group": asked.group,
     }  # fmt: skip
     assert given["group"] is asked.group, "left out, it would be the whole world"
-    assert devices == ["cuda:5"]
+    assert ipc.devices == ["cuda:5"]
     assert (workspace.adapter, workspace.signature, workspace.addresses) == ("flashinfer_ipc", asked, (11, 12, 21, 22))
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_prepare_launches_every_kernel_that_a_finalize_can_ask_for(shared: bool) -> None:
+    """Of each dtype of weights, before this rank waits for others, into a share as calls have one."""
+    ipc = Ipc()
+    ipc.prepare(signature(hidden=2048, top_k=8, tp_size=2, rank=1, max_m=48, shared_expert=shared))
+    *launched, made = ipc.events
+    assert made == "made"
+    assert {weights.dtype for _, weights, *_ in launched} == {torch.bfloat16, torch.float32}
+    for routed, weights, indices, own, share in launched:
+        assert (own is not None) == shared
+        assert {t.shape for t in (routed, share, *([own] if shared else ()))} == {(1, 2048)}
+        assert {t.dtype for t in (routed, share, *([own] if shared else ()))} == {torch.bfloat16}
+        assert weights.shape == indices.shape == (1, 8)
+        assert indices.dtype == torch.int32
+        assert {str(t.device) for t in (routed, weights, indices, share)} == {"cuda:0"}
+
+
+def does_not_compile(*_: Any) -> None:
+    raise RuntimeError("no kernel for sm_90")
+
+
+@pytest.mark.parametrize("why", ["OutOfMemoryError: no room for (48, 2048)", "RuntimeError: no kernel for sm_90"])
+@pytest.mark.parametrize("on", [0, 1])
+def test_where_one_rank_has_no_share_nobody_opens_flashinfers_memory(on: int, why: str) -> None:
+    """Once it is open, an error would leave it so; and the other would wait in FlashInfer's own rendezvous."""
+    meeting = Meeting(2)
+    full = "OutOfMemory" in why
+
+    def prepare(rank: int) -> Any:
+        fails = rank == on
+        each.append(Ipc(does_not_compile if fails and not full else no_sum, meeting.side(rank)))
+        with FullDevice(48, 2048) if fails and full else nullcontext():
+            return each[-1].prepare(signature(hidden=2048, top_k=8, tp_size=2, rank=rank, max_m=48))
+
+    each: list[Ipc] = []
+    out = meeting.run(prepare)
+    assert all(isinstance(e, CreationError) for e in out), out
+    assert {str(e) for e in out} == {f"flashinfer_ipc workspace: rank {on}: {why}"}
+    assert not any("made" in ipc.events for ipc in each)
 
 
 def chosen_by_two(facts: Sequence[DeviceFacts], requested: str, max_m: int, *others: FakeFusion) -> list[Any]:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from qwen35.adapters._kernels.expert_sum import ExpertSum
 from qwen35.adapters.flashinfer.finalize_names import FusionNames
+from qwen35.adapters.flashinfer.finalize_scratch import ExpertShare, KeptIndices
 from qwen35.adapters.flashinfer.finalize_workspace import WEIGHT_DTYPES, FlashInferFusionWorkspace
 from qwen35.domain.errors import ClosedError, UnsupportedError
 from qwen35.domain.finalize import FinalizeHandoff
@@ -54,9 +55,10 @@ class Bed:
         names = FusionNames(
             make=None, launch=lambda **given: self.launched.append(given), finalize="finalize", all_reduce="all-reduce"
         )  # type: ignore[arg-type]
+        scratch = KeptIndices(of) if expert_sum is None else ExpertShare(of, expert_sum)
         self.workspace = FlashInferFusionWorkspace(
-            "ipc", of, self.native, names, addresses=(1,), capabilities=capabilities_with(most), expert_sum=expert_sum
-        )  # fmt: skip
+            "ipc", of, self.native, names, addresses=(1,), capabilities=capabilities_with(most), scratch=scratch
+        )
         self.case = FinalizeCase(seed=5, m=3, top_k=2, hidden=16, tp_size=1, dtype="bfloat16", dropped=0.0, zeroed=0.0)
         self.handoff = self.case.handoff(0)
         weights = self.handoff.expert_weights.bfloat16()  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from finalize_fakes import Twin, signature
 from torch import Tensor
 
 from qwen35.domain.finalize_signature import WorkspaceSignature
+from qwen35.ports.finalize_checks import handoff_tensors
 from qwen35.testing.finalize_cases import FinalizeCase
 
 triton = pytest.importorskip("triton")
@@ -92,3 +93,29 @@ def test_no_call_asks_for_a_kernel_that_was_not_compiled_before(asked: list[str]
         called |= set(asked)
     assert len(called) > 6 * (1 + checked), "rows that are shared, rows that are not, and two-step ones"
     assert not called - before
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_expert_sum_of_flashinfers_ipc_asks_for_another_kernel_than_its_warm_up(
+    asked: list[str], shared: bool
+) -> None:
+    from qwen35.adapters._kernels.expert_sum import triton_expert_sum
+    from qwen35.adapters.flashinfer.finalize_scratch import ExpertShare
+
+    of = signature(tp_size=2, hidden=64, top_k=3, max_m=40, dtype="bfloat16", shared_expert=shared)
+    share = ExpertShare(of, triton_expert_sum())
+    share.warm_up()
+    before = set(asked)
+    asked.clear()
+    for m in (1, 2, 7, 16, 40):
+        for dtype in ("bfloat16", "float32"):
+            case = FinalizeCase(
+                seed=m, m=m, top_k=of.top_k, hidden=of.hidden, tp_size=2, dtype=of.dtype, weight_dtype=dtype,
+                shared=shared,
+            )  # fmt: skip
+            routed, weights, indices, own = handoff_tensors(case.handoff(0))
+            share(routed, weights, indices, own)
+            # Of a step cut in two: the second's weights and indices start anywhere.
+            share(routed, weights[m // 2 :], indices[m // 2 :], None if own is None else own[m // 2 :])
+    assert len(set(asked)) == len(before) == 2, "one for each dtype of weights"
+    assert set(asked) == before

@@ -78,11 +78,20 @@ def test_a_rank_that_is_not_heard_while_a_workspace_is_made_is_named_on_all(two_
 
 @pytest.mark.parametrize("checked", [False, True])
 def test_no_call_compiles_anything_after_prepare(two_gpus: Pool, checked: bool) -> None:
-    """A width that no other test has, so that nothing was compiled for one of them."""
+    """Of a width that no other test has: nothing was compiled for one of them."""
     shape = {"hidden": 1536 if checked else 1792, "top_k": 6, "max_m": 300}
-    compiled = two_gpus.run(compiled_by_calls, checked, 17, shape)
+    compiled = two_gpus.run(compiled_by_calls, "triton", 17, shape, checked)
     assert [after for _, after in compiled] == [0, 0]
     assert all(before > 6 for before, _ in compiled)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_no_call_of_flashinfers_ipc_compiles_a_kernel_of_ours_after_prepare(two_gpus: Pool, shared: bool) -> None:
+    """For a number of choices that no other test has."""
+    pytest.importorskip("flashinfer")
+    shape = {"hidden": 2048, "top_k": 6 if shared else 5, "max_m": 300, "shared_expert": shared}
+    compiled = two_gpus.run(compiled_by_calls, "flashinfer_ipc", 29, shape)
+    assert compiled == [(2, 0), (2, 0)], "one for each dtype of weights"
 
 
 def test_a_one_shot_finalize_is_one_kernel(two_gpus: Pool) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 COLUMNS = 1024
 
 
-@triton.jit(do_not_specialize=["source_rows"])
+@triton.jit(do_not_specialize=["source_rows"], do_not_specialize_on_alignment=["weights", "indices"])
 def _expert_sum(
     routed, weights, indices, shared, out, source_rows, D: tl.constexpr, TOP_K: tl.constexpr, SHARED: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 
 from qwen35.adapters._kernels.expert_sum import ExpertSum, triton_expert_sum
-from qwen35.adapters.flashinfer.finalize_names import Loader, installed, ipc_names
+from qwen35.adapters.flashinfer.finalize_names import FusionNames, Loader, installed, ipc_names
+from qwen35.adapters.flashinfer.finalize_scratch import ExpertShare
 from qwen35.adapters.flashinfer.finalize_workspace import FlashInferFusionWorkspace
 from qwen35.domain.capabilities import Support
 from qwen35.domain.errors import UnsupportedError
@@ -54,8 +56,8 @@ class FlashInferIpcFusion:
         if not support:
             raise UnsupportedError(f"{NAME} workspace", support.reasons)
         agreement = self._agreements.of(signature.group, signature.tp_size)
-        names, expert_sum = together(agreement, f"{NAME} workspace", lambda: (self._load(), self._expert_sum()))
         with self._on_device(signature.device):
+            names, share = together(agreement, f"{NAME} workspace", partial(self._alone, signature))
             # The group is given: left out, it would be the whole world.
             native = names.make(
                 tp_size=signature.tp_size, tp_rank=signature.rank, max_token_num=signature.max_m,
@@ -63,8 +65,15 @@ class FlashInferIpcFusion:
             )  # fmt: skip
         addresses = tuple(address for buffer in native.ipc_handles for address in buffer)
         return FlashInferFusionWorkspace(
-            NAME, signature, native, names, addresses=addresses, capabilities=self.capabilities, expert_sum=expert_sum
-        )  # fmt: skip
+            NAME, signature, native, names, addresses=addresses, capabilities=self.capabilities, scratch=share
+        )
 
     def close(self) -> None:
         """Holds nothing."""
+
+    def _alone(self, signature: WorkspaceSignature) -> tuple[FusionNames, ExpertShare]:
+        """What a rank does before it meets the others: the names, and all that is allocated and compiled here."""
+        names = self._load()
+        share = ExpertShare(signature, self._expert_sum())
+        share.warm_up()
+        return names, share

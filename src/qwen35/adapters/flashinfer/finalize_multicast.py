@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from qwen35.adapters.flashinfer.finalize_names import FusionNames, Loader, installed, multicast_names
+from qwen35.adapters.flashinfer.finalize_scratch import KeptIndices
 from qwen35.adapters.flashinfer.finalize_workspace import WEIGHT_DTYPES, FlashInferFusionWorkspace
 from qwen35.domain.capabilities import Support
 from qwen35.domain.errors import UnavailableError, UnsupportedError
@@ -95,7 +96,7 @@ class FlashInferMulticastFusion:
         if not support:
             raise UnsupportedError(f"{NAME} workspace", support.reasons)
         agreement = self._agreements.of(signature.group, signature.tp_size)
-        names, config = together(agreement, f"{NAME} workspace", partial(self._alone, signature))
+        names, config, indices = together(agreement, f"{NAME} workspace", partial(self._alone, signature))
         native = names.make(
             tp_size=signature.tp_size, tp_rank=signature.rank, max_token_num=signature.max_m,
             hidden_dim=signature.hidden, dtype=torch_dtype(signature.dtype), group=signature.group,
@@ -104,19 +105,19 @@ class FlashInferMulticastFusion:
             write_residual_output=True, config=config,
         )  # fmt: skip
         return FlashInferFusionWorkspace(
-            NAME, signature, native, names, addresses=(), capabilities=self.capabilities, pdl=True
+            NAME, signature, native, names, addresses=(), capabilities=self.capabilities, scratch=indices, pdl=True
         )
 
     def close(self) -> None:
         """Holds nothing."""
 
-    def _alone(self, signature: WorkspaceSignature) -> tuple[FusionNames, Any]:
-        """What a rank does before it meets the others: the names, and the configuration to compile."""
+    def _alone(self, signature: WorkspaceSignature) -> tuple[FusionNames, Any, KeptIndices]:
+        """What a rank does before it meets the others: the names, the configuration to compile, memory of its own."""
         self._choose_backend(torch.device(signature.device))
         names = self._load()
         config = with_early_shared_load(names.config, speculative=signature.speculative)
         logger.info("%s: shared expert loaded early: %s", NAME, config is not names.config)
-        return names, config
+        return names, config, KeptIndices(signature)
 
     def _choose_backend(self, device: torch.device) -> None:
         """Keep the process's symmetric memory backend; choose NCCL's where there is none yet."""

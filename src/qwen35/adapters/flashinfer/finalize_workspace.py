@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qwen35.adapters._kernels.expert_sum import ExpertSum
 from qwen35.adapters.flashinfer.finalize_names import FusionNames
+from qwen35.adapters.flashinfer.finalize_scratch import ExpertShare, KeptIndices
 from qwen35.domain.capabilities import Support
 from qwen35.domain.errors import ClosedError, UnsupportedError
 from qwen35.domain.finalize import FinalizeHandoff
@@ -30,27 +30,18 @@ WEIGHT_DTYPES = frozenset({"bfloat16"})
 class FlashInferFusionWorkspace:
     """Both patterns on one native workspace, with the epsilon and bias of the signature.
 
-    FlashInfer's routes disagree about a live choice of weight zero (some multiply it, and show a NaN in its row),
-    so its index is made -1 first, in a buffer made at construction. What ``capabilities`` are against is refused.
-    With ``expert_sum`` a finalize is that launch, into a buffer made at construction, and the all-reduce pattern.
+    With ``KeptIndices`` a finalize is FlashInfer's own, with an ``ExpertShare`` it is that and the all-reduce pattern.
+    What ``capabilities`` are against is refused.
     """
 
     def __init__(
         self, adapter: str, signature: WorkspaceSignature, native: Any, names: FusionNames, *,
-        addresses: tuple[int, ...], capabilities: FusionCapabilities, pdl: bool = False,
-        expert_sum: ExpertSum | None = None,
+        addresses: tuple[int, ...], capabilities: FusionCapabilities, scratch: KeptIndices | ExpertShare,
+        pdl: bool = False,
     ) -> None:  # fmt: skip
         self.adapter, self.signature, self.addresses = adapter, signature, addresses
         self._native, self._names, self._pdl, self._can = native, names, pdl, capabilities
-        self._expert_sum = expert_sum
-        with torch.inference_mode(False):  # or no call outside that mode could write them
-            if expert_sum is None:
-                choices = (signature.max_m, signature.top_k)
-                self._indices = torch.empty(choices, dtype=torch.int32, device=signature.device)
-                self._unweighted = torch.empty(choices, dtype=torch.bool, device=signature.device)
-            else:
-                share = (signature.max_m, signature.hidden)
-                self._share = torch.empty(share, dtype=torch_dtype(signature.dtype), device=signature.device)
+        self._scratch = scratch
 
     def supports(self, m: int) -> Support:
         support = token_support(self.signature, m, self._native is None)
@@ -66,16 +57,11 @@ class FlashInferFusionWorkspace:
         self._check_usable()
         check_finalize(self.signature, handoff, residual, gamma, out)
         routed, weights, indices, shared = handoff_tensors(handoff)
-        m = handoff.m
-        self._refuse("finalize", (*self.supports(m).reasons, *self._can.against(handoff)))
-        if self._expert_sum is not None:
-            share = self._share[:m]
-            self._expert_sum(routed, weights, indices, shared, share)
+        self._refuse("finalize", (*self.supports(handoff.m).reasons, *self._can.against(handoff)))
+        if isinstance(self._scratch, ExpertShare):
+            share = self._scratch(routed, weights, indices, shared)
             return self._run(self._names.all_reduce, share, residual, gamma, out)
-        kept, unweighted = self._indices[:m], self._unweighted[:m]
-        torch.eq(weights, 0, out=unweighted)
-        kept.copy_(indices)
-        kept.masked_fill_(unweighted, -1)
+        kept = self._scratch(weights, indices)
         return self._run(
             self._names.finalize, routed, residual, gamma, out,
             expanded_idx_to_permuted_idx=kept, expert_scale_factor=weights, shared_expert_output=shared,
