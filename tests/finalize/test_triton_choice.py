@@ -15,7 +15,7 @@ from finalize_fakes import FakeFusion, Meeting
 from finalize_services import CPU
 
 from qwen35.domain.capabilities import Support
-from qwen35.domain.errors import UnsupportedError
+from qwen35.domain.errors import ConfigurationError, UnsupportedError
 from qwen35.domain.finalize_capabilities import DeviceFacts
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.adapter import AdapterEntry
@@ -132,6 +132,22 @@ def test_ranks_that_would_cut_a_launch_differently_take_the_next() -> None:
     out = chosen_by_two([FACTS[0], replace(FACTS[1], multiprocessors=114)], ["CUDA", "CUDA"])
     assert {choice.name for choice in out} == {"plain"}, out
     assert all("peers require like devices" in " ".join(choice.rejected["triton"]) for choice in out), out
+
+
+@pytest.mark.parametrize("name", ["pieces", "min_piece"])
+def test_pieces_that_no_triton_block_can_have_are_refused_where_they_are_chosen(name: str) -> None:
+    """A kernel would refuse them too, while it is compiled, in words of its own."""
+    from qwen35.adapters.triton.finalize_launch import Cut, Tuning
+
+    for count in (0, -4, 3, 6, 513):
+        with pytest.raises(ConfigurationError, match=f"^{name} must be a power of two, got {count}$"):
+            Tuning(**{name: count})
+        with pytest.raises(ConfigurationError):
+            replace(Tuning(), **{name: count})
+    for count in (1, 2, 512):
+        cut = Cut(asked_by(0), 132, Tuning(**{name: count}))
+        found = {cut.pieces(columns) for columns in (8, 256, 512, 2048, 8192)}
+        assert found <= {2**i for i in range(10)}, found
 
 
 def test_torch_itself_is_asked_for_the_backend_that_the_process_has() -> None:

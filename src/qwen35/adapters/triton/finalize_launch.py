@@ -14,6 +14,7 @@ from torch import Tensor
 from qwen35.adapters.triton.finalize_mailboxes import Mailboxes
 from qwen35.adapters.triton.kernels.finalize_one_shot import finalize_one_shot
 from qwen35.adapters.triton.kernels.finalize_two_step import finalize_two_step
+from qwen35.domain.errors import ConfigurationError
 from qwen35.domain.finalize_signature import WorkspaceSignature
 
 _TYPES = {"float32": tl.float32, "bfloat16": tl.bfloat16}
@@ -33,9 +34,11 @@ class Tuning:
     ``wire``: element type between ranks; float32 keeps every rounding but the last away. ``max_splits``: most
     programs that share a row; ``min_slice``: fewest columns of one; ``crowding``: programs a multiprocessor that
     sharing rows may make. ``pieces``: most sends that a one-shot program makes of what it has of a row; ``min_piece``:
-    fewest columns of one. ``wave``: programs a multiprocessor of a launch that loops over rows (None: as many as are
-    resident). ``words_a_thread`` sets the warps of a program. ``one_shot_rows``: rows up to which a launch is one-shot,
-    by number of ranks (nearest number below).
+    fewest columns of one; both are powers of two, since a Triton block is. ``wave``: programs a multiprocessor of a
+    launch that loops over rows (None: as many as are resident). ``words_a_thread`` sets the warps of a program.
+    ``one_shot_rows``: rows up to which a launch is one-shot, by number of ranks (nearest number below).
+
+    Raises ``ConfigurationError`` where ``pieces`` or ``min_piece`` is no power of two.
     """
 
     wire: str = "float32"
@@ -47,6 +50,11 @@ class Tuning:
     wave: int | None = None
     words_a_thread: int = 32
     one_shot_rows: Mapping[int, int] = field(default_factory=lambda: MappingProxyType({1: 1 << 30, 3: 128, 6: 64}))
+
+    def __post_init__(self) -> None:
+        for name, count in (("pieces", self.pieces), ("min_piece", self.min_piece)):
+            if count < 1 or count & (count - 1):
+                raise ConfigurationError(f"{name} must be a power of two, got {count}")
 
     def one_shot(self, rows: int, ranks: int) -> bool:
         """Whether a launch of ``rows`` is one-shot. Each row costs N - 1 sends in one shot, about 2 in two steps."""
