@@ -26,12 +26,15 @@ def as_it_is(kernel: Kernel) -> Kernel:
 class FakeCompiled:
     """``fake``'s functions, which keep a kernel for each layout as FlashInfer does. ``launched`` counts launches of
     kept kernels from outside the functions; ``altered`` makes another kernel of each; what is named in ``hidden`` is
-    not to be found."""
+    not to be found, nor kernels for pools with gaps while ``keeps_padded`` is false."""
 
     fake: FakeFlashInfer
     altered: Callable[[Kernel], Kernel] = as_it_is
     hidden: str = ""
+    keeps_padded: bool = True
     launched: list[str] = field(default_factory=list)
+
+    compiled: CompiledDecodes | None = None
 
     def __post_init__(self) -> None:
         def kept_for(*_key: object) -> dict[str, Any]:
@@ -47,9 +50,9 @@ class FakeCompiled:
         }  # fmt: skip
 
     def kernels(self) -> FlashInferKernels:
-        """The functions, and what finds their kernels."""
+        """The functions, and what finds their kernels, which is ``compiled`` too."""
         modules = {torch.float32: self.float32, torch.bfloat16: self.bfloat16}
-        compiled = CompiledDecodes({
+        compiled = self.compiled = CompiledDecodes({
             dtype: {name: what for name, what in names.items() if name != self.hidden}
             for dtype, names in modules.items()
         })  # fmt: skip
@@ -60,7 +63,9 @@ class FakeCompiled:
         q, v, states = arguments["q"], arguments["v"], arguments["initial_state"]
         batch, tokens, heads, width = q.shape
         sizes = (tokens, heads, v.shape[2], width, states.shape[2])
-        if states.dtype == torch.float32:
+        if not (states.is_contiguous() or self.keeps_padded):
+            pass
+        elif states.dtype == torch.float32:
             self._keep_float32(q, sizes, states, arguments["scale"])
         else:
             self._keep_bfloat16(sizes, states, arguments, batch)

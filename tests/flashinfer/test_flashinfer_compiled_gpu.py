@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from flashinfer_gpu_bed import BF16, F32, HV, NULL, Bench, H, W, within
 from qwen35.domain.capabilities import Phase
@@ -43,12 +44,23 @@ class Counted:
         return call
 
 
+def cut_from_wider(tokens: dict[str, Any]) -> dict[str, Any]:
+    """The same with q, k and v as columns of wider rows, NaN between."""
+
+    def cut(rows: Tensor) -> Tensor:
+        room = rows.new_full((rows.shape[0], 2 * rows[0].numel()), float("nan"))
+        return room[:, : rows[0].numel()].view(rows.shape).copy_(rows)
+
+    return tokens | {name: cut(tokens[name]) for name in ("q", "k", "v")}
+
+
 @pytest.mark.parametrize("state", [F32, BF16], ids=str)
 @pytest.mark.parametrize("batch", [1, 3, MANY])
 @pytest.mark.parametrize("split", [False, True], ids=["in place", "write slots"])
 @pytest.mark.parametrize("gap", [0, 64], ids=["contiguous", "paged"])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 def test_a_layout_is_launched_directly_from_its_second_call_on(
-    bench: Bench, state: torch.dtype, batch: int, split: bool, gap: int
+    bench: Bench, state: torch.dtype, batch: int, split: bool, gap: int, packed: bool
 ) -> None:
     from qwen35.adapters._kernels.rows import triton_rows
     from qwen35.adapters.flashinfer.gated_delta_rule import FlashInferGatedDeltaRule
@@ -68,8 +80,9 @@ def test_a_layout_is_launched_directly_from_its_second_call_on(
         slots[1] = -1
     first = int(counted.calls)
     for turn in range(3):
+        tokens = bench.tokens(batch)
         call = DecodeCall(
-            **bench.tokens(batch), states=bench.pool(state, slots=2 * batch + 2, gap=gap), slots=bench.ints(*slots),
+            **(cut_from_wider(tokens) if packed else tokens), states=bench.pool(state, slots=2 * batch + 2, gap=gap), slots=bench.ints(*slots),
             write_slots=bench.ints(*(s + batch if s >= 0 else -1 for s in slots)) if split else None,
         )  # fmt: skip
         want, states = bench.true_decode(call)

@@ -5,11 +5,14 @@ These runs also compile the kernels for the plan's heads. They wait for the devi
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from math import prod
+
 import torch
 from torch import Tensor
 
-from qwen35.adapters.flashinfer.compiled import UNLIKE, DecodeLayout
-from qwen35.adapters.flashinfer.mends import Behaviour
+from qwen35.adapters.flashinfer.compiled import UNLIKE, CompiledDecodes, DecodeKernel, DecodeLayout
+from qwen35.adapters.flashinfer.mends import ALIGNMENT, Behaviour
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.adapters.flashinfer.steps import PoolDecode, Step, pool_decode, run_decode, run_verify
 from qwen35.domain.errors import UnsupportedError
@@ -55,31 +58,56 @@ def _measure_decode(kernels: FlashInferKernels, plan: GdnPlan, batch: int) -> Be
 
 
 def _judge(decode: PoolDecode, plan: GdnPlan, batch: int) -> None:
-    """Whether the kernel that the function has just launched does the same without it, to the bit."""
-    if decode.compiled is None:
-        return
-    left, right = (_drawn(plan, batch) for _ in range(2))
-    step, states, slots = left
-    found = decode.compiled.find(DecodeLayout.of(step.q, step.v, step.scale, states, split=False))
-    if found is None:
-        return
-    run_decode(decode.launch, step, states, read=slots, write=None)
+    """Whether the kernels that the function launches do the same without it, to the bit: over dense tensors, and over
+    some that have all of ``LOOSE`` at once, since over a bfloat16 pool each further layout would be compiled for."""
+    if decode.compiled is not None and _judge_layout(decode.launch, decode.compiled, plan, batch, gap=0):
+        _judge_layout(decode.launch, decode.compiled, plan, batch, gap=ALIGNMENT)
+
+
+def _judge_layout(function: DecodeKernel, compiled: CompiledDecodes, plan: GdnPlan, batch: int, gap: int) -> bool:
+    """Whether both did the same. With a ``gap`` of elements between rows and between slots, states are written to slots
+    of their own too, where the plan has a slot for padded rows to write."""
+    split = bool(gap) and plan.null_slot is not None
+    left, right = (_drawn(plan, batch, gap, split) for _ in range(2))
+    layout = DecodeLayout.of(left.step.q, left.step.v, left.step.scale, left.states, split=split, packed=bool(gap))
+    compiled.reserve(plan.device, layout.width)
     try:
-        run_decode(found.launch, right[0], right[1], read=right[2], write=None)
-        same = all(_same_bits(x, y) for x, y in ((step.out, right[0].out), (states, right[1])))
+        left.run(function)
+    except (AssertionError, *UNLIKE):
+        return False  # calls of this layout are none of the function's
+    found = compiled.find(layout)
+    if found is None:
+        return False
+    try:
+        right.run(found.launch)
+        same = _same_bits(left.step.out, right.step.out) and _same_bits(left.states, right.states)
     except UNLIKE:
         same = False
-    decode.compiled.judge(plan.state_dtype, found.family, same)
+    compiled.judge(layout, found.family, same)
+    return same
 
 
-def _drawn(plan: GdnPlan, batch: int) -> tuple[Step, Tensor, Tensor]:
-    """The same random step every time, each row with a slot of its own: padded ones would meet in slot 0."""
-    step, states, slots = _rows(plan, 1, batch, slots=batch + 1)
+@dataclass(frozen=True, slots=True)
+class _Drawn:
+    """A decode with its pool: slots to read and to write (None: those that are read)."""
+
+    step: Step
+    states: Tensor
+    read: Tensor
+    write: Tensor | None
+
+    def run(self, kernel: DecodeKernel) -> None:
+        run_decode(kernel, self.step, self.states, read=self.read, write=self.write)
+
+
+def _drawn(plan: GdnPlan, batch: int, gap: int, split: bool) -> _Drawn:
+    """The same random step every time, each row with slots of its own: padded ones would meet in slot 0."""
+    step, states, slots = _rows(plan, 1, batch, slots=(1 + split) * batch + 1, gap=gap)
     source = torch.Generator(plan.device).manual_seed(0)
     for tensor in (step.q, step.k, step.v, step.a, step.b, step.A_log, step.dt_bias, states):
         tensor.normal_(generator=source)
     slots.copy_(torch.arange(1, batch + 1))
-    return step, states, slots
+    return _Drawn(step, states, slots, slots + batch if split else None)
 
 
 def _same_bits(x: Tensor, y: Tensor) -> bool:
@@ -96,12 +124,17 @@ def measure_verify(kernels: FlashInferKernels, plan: GdnPlan) -> Behaviour:
     return Behaviour(skips_padding=bool((nodes[1] == SENTINEL).all()), finite_softplus=_finite(step.out[0], nodes[0]))
 
 
-def _rows(plan: GdnPlan, tokens: int, batch: int, slots: int) -> tuple[Step, Tensor, Tensor]:
-    """The step of ``batch`` rows, memory of ``slots`` slots, and which each row has: 1, the others -1."""
+def _rows(plan: GdnPlan, tokens: int, batch: int, slots: int, gap: int = 0) -> tuple[Step, Tensor, Tensor]:
+    """The step of ``batch`` rows, memory of ``slots`` slots, and which each row has: 1, the others -1. Rows and slots
+    lie ``gap`` elements apart."""
     g, device = plan.geometry, plan.device
 
     def full(value: float, *shape: int, dtype: torch.dtype = plan.token_dtype) -> Tensor:
-        return torch.full(shape, value, dtype=dtype, device=device)
+        if len(shape) == 1:
+            return torch.full(shape, value, dtype=dtype, device=device)
+        size = prod(shape[1:])
+        room = torch.full((shape[0], size + gap), value, dtype=dtype, device=device)
+        return room[:, :size].view(shape)
 
     step = Step(
         q=full(1.0, batch, tokens, g.key_heads, g.key_width), k=full(1.0, batch, tokens, g.key_heads, g.key_width),

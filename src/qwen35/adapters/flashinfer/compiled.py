@@ -4,7 +4,7 @@ For every call these look for the kernel that they compiled, by a key of up to t
 stream, and cut views that the kernel does not read. Of calls that look like one that was served, all of that is known.
 The names used here are private, known from 0.6.18. Where a release lacks one of them, or keeps its kernels by other
 keys, nothing is found; and no family of kernels is used before ``prepare`` has seen one of it do what the function
-does, to the bit.
+does, to the bit, over tensors laid out as those of the call (``LOOSE``).
 """
 
 from __future__ import annotations
@@ -32,13 +32,20 @@ MODULES = {
 #: softplus_beta and softplus_threshold, which FlashInfer's functions pass on as they are.
 _SOFTPLUS = (1.0, 20.0)
 
+#: In what a call's tensors may differ from dense ones whose states are written where they are read.
+LOOSE = frozenset({"split", "packed", "padded"})
+
 #: What a launch that is not the function's may raise: it is then not used.
 UNLIKE = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:
-    """What FlashInfer looks for a kernel by. ``split``: states are written to other slots than they are read from."""
+    """What FlashInfer looks for a kernel by, and how the tensors lie.
+
+    ``split``: states are written to other slots than they are read from. ``packed``: some of the tokens, their gates or
+    the output are views whose rows lie further apart.
+    """
 
     tokens: torch.dtype
     batch: int
@@ -47,14 +54,21 @@ class DecodeLayout:
     width: int
     scale: float
     split: bool
+    packed: bool
     states: Tensor
     device: torch.device
 
     @staticmethod
-    def of(q: Tensor, v: Tensor, scale: float, states: Tensor, split: bool) -> DecodeLayout:
+    def of(q: Tensor, v: Tensor, scale: float, states: Tensor, *, split: bool, packed: bool) -> DecodeLayout:
         """Of a decode with q [B, 1, H, K] and v [B, 1, HV, V]."""
         batch, _, key_heads, width = q.shape
-        return DecodeLayout(q.dtype, batch, key_heads, v.shape[2], width, scale, split, states, q.device)
+        return DecodeLayout(q.dtype, batch, key_heads, v.shape[2], width, scale, split, packed, states, q.device)
+
+    @property
+    def loose(self) -> frozenset[str]:
+        """What of ``LOOSE`` it has."""
+        has = {"split": self.split, "packed": self.packed, "padded": not self.states.is_contiguous()}
+        return frozenset(name for name in LOOSE if has[name])
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -75,33 +89,48 @@ class CompiledDecodes:
 
     def __init__(self, modules: Mapping[torch.dtype, Mapping[str, Any]]) -> None:
         self._modules = modules
-        self._trusted: set[tuple[torch.dtype, str]] = set()
+        #: By state dtype and family, what of ``LOOSE`` the launches had that were seen to do what the function does.
+        self._trusted: dict[tuple[torch.dtype, str], frozenset[str]] = {}
+        #: Key widths of elements, by device.
+        self._rows: dict[tuple[torch.device, int], Tensor] = {}
+
+    def reserve(self, device: torch.device, width: int) -> None:
+        """Allocate what launches for keys of ``width`` on ``device`` need; nothing is found without. Not in capture."""
+        if (device, width) not in self._rows:
+            self._rows[device, width] = torch.empty(width, dtype=torch.bfloat16, device=device)
 
     def find(self, layout: DecodeLayout) -> CompiledDecode | None:
-        """The kernel that FlashInfer's function has launched for a call of ``layout``; None where it is not there."""
+        """The kernel that FlashInfer's function has launched for a call of ``layout``; None where it is not there.
+
+        Allocates nothing: a layout may be seen first inside capture.
+        """
         names = self._modules.get(layout.states.dtype)
         if names is None or layout.tokens != torch.bfloat16:
             return None
-        look_up = _of_float32 if layout.states.dtype == torch.float32 else _of_bfloat16
         try:
-            return look_up(names, layout)
+            if layout.states.dtype == torch.float32:
+                return _of_float32(names, layout)
+            return _of_bfloat16(names, layout, self._rows[layout.device, layout.width])
         except UNLIKE:
             return None
 
     def trusted(self, layout: DecodeLayout) -> DecodeKernel | None:
-        """As ``find``, of the families that were seen to do what the function does."""
+        """As ``find``, of the families that were seen to do what the function does over tensors that lie so."""
         if not self._trusted:
             return None
         found = self.find(layout)
-        return found.launch if found is not None and (layout.states.dtype, found.family) in self._trusted else None
+        seen = None if found is None else self._trusted.get((layout.states.dtype, found.family))
+        return found.launch if found is not None and seen is not None and layout.loose <= seen else None
 
-    def judge(self, state_dtype: torch.dtype, family: str, same: bool) -> None:
-        """Whether a launch of ``family`` did what the function does: one that did not is never trusted again."""
+    def judge(self, layout: DecodeLayout, family: str, same: bool) -> None:
+        """Whether a launch of ``family`` for ``layout`` did what the function does. Of a state dtype for which one did
+        not, none is trusted again."""
+        dtype = layout.states.dtype
         if same:
-            self._trusted.add((state_dtype, family))
+            self._trusted[dtype, family] = self._trusted.get((dtype, family), frozenset()) | layout.loose
         else:
-            self._modules = {dtype: names for dtype, names in self._modules.items() if dtype != state_dtype}
-            self._trusted = {known for known in self._trusted if known[0] != state_dtype}
+            self._modules = {known: names for known, names in self._modules.items() if known != dtype}
+            self._trusted = {known: seen for known, seen in self._trusted.items() if known[0] != dtype}
 
 
 def load_compiled() -> CompiledDecodes:
@@ -131,7 +160,8 @@ def _of_float32(names: Mapping[str, Any], layout: DecodeLayout) -> CompiledDecod
     return CompiledDecode("pretranspose", launch)
 
 
-def _of_bfloat16(names: Mapping[str, Any], layout: DecodeLayout) -> CompiledDecode:
+def _of_bfloat16(names: Mapping[str, Any], layout: DecodeLayout, row: Tensor) -> CompiledDecode:
+    """``row`` [K] is neither read nor written."""
     tile = names["_select_wide_vec_tile_v"](layout.batch, layout.value_heads)
     states = layout.states
     whole = states.is_contiguous()
@@ -152,9 +182,8 @@ def _of_bfloat16(names: Mapping[str, Any], layout: DecodeLayout) -> CompiledDeco
         unread = kept["defaults_by_B"][layout.batch]
         more = unread["accepted_steps"], unread["ssm_state_indices"]
     kernel, stream_of = kept["compiled"], _streams(names, layout.device)
-    # The place of intermediates, which are not written: as FlashInfer passes it, a corner of the pool.
-    corner = torch.empty(states.shape[3], dtype=states.dtype, device=states.device)
-    corner = corner.as_strided((1, 1, 1, states.shape[3]), states.stride())
+    # The place of intermediates, which are not written: shaped as FlashInfer's, a corner of the pool.
+    corner = row.as_strided((1, 1, 1, states.shape[3]), states.stride())
 
     def launch(
         q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, _scale: float,

@@ -45,6 +45,8 @@ class KnownDecode:
         self._scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
         self._makes_out, self._writes_read = call.out is None, call.write_slots is None
         self._dense = call.v.is_contiguous()
+        tokens = (call.q, call.k, call.v, gates.a, gates.b, *(() if call.out is None else (call.out,)))
+        self._packed = not all(t.is_contiguous() for t in tokens)
         self._empty, self._one_row = 0 in call.q.shape, call.q.shape[0] == 1
         tensors = _tensors(call, gates)
         aligned = [t for t in tensors if t is not gates.A_log and t is not gates.dt_bias]  # of those, copies are made
@@ -113,7 +115,7 @@ class KnownDecode:
     def _take_compiled(self, q: Tensor, v: Tensor, states: Tensor, split: bool) -> None:
         """From now on launch what FlashInfer's function has just launched, where that can be found."""
         compiled, self._compiled = self._compiled, None
-        layout = DecodeLayout.of(q, v, self._scale, states, split)
+        layout = DecodeLayout.of(q, v, self._scale, states, split=split, packed=self._packed)
         found = None if compiled is None else compiled.trusted(layout)
         if found is not None:
             self._kernel = found
