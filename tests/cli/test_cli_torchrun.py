@@ -32,8 +32,9 @@ def torchrun(
 ) -> subprocess.CompletedProcess[str]:
     launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    words = (*command, "generate", checkpoint, *WORDS, *words)
     return subprocess.run(
-        [sys.executable, *launcher, *map(str, (*command, "generate", checkpoint, *WORDS, *words))], cwd=folder, env=environment, timeout=240,
+        [sys.executable, *launcher, *map(str, words)], cwd=folder, env=environment, timeout=240,
         capture_output=True, text=True, check=False,
     )  # fmt: skip
 
