@@ -82,7 +82,8 @@ def test_a_layout_is_launched_directly_from_its_second_call_on(
     for turn in range(3):
         tokens = bench.tokens(batch)
         call = DecodeCall(
-            **(cut_from_wider(tokens) if packed else tokens), states=bench.pool(state, slots=2 * batch + 2, gap=gap), slots=bench.ints(*slots),
+            **(cut_from_wider(tokens) if packed else tokens), slots=bench.ints(*slots),
+            states=bench.pool(state, slots=2 * batch + 2, gap=gap),
             write_slots=bench.ints(*(s + batch if s >= 0 else -1 for s in slots)) if split else None,
         )  # fmt: skip
         want, states = bench.true_decode(call)
