@@ -68,6 +68,8 @@ def test_a_tree_that_ended_is_passed_over(trees: list[int]) -> None:
         threading.Event().wait(0.01)
     cores.give(trees[0])
     cores.give(trees[1])
+    timed, _ = map(frozenset, halves(os.sched_getaffinity(0)))
+    assert cores_of(trees[1]) == {timed}
 
 
 def test_threads_of_one_core_stay_together(tmp_path: Path) -> None:

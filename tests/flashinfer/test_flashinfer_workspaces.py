@@ -27,7 +27,7 @@ class TwoOrders:
     def __init__(self) -> None:
         self.stream = 0
         self.done: list[tuple[object, ...]] = []
-        self.held: dict[int, set[int]] = {}
+        self.held: list[tuple[Tensor, int]] = []
 
     def of(self, _: torch.device) -> TwoOrders:
         return self
@@ -46,7 +46,10 @@ class TwoOrders:
         self.done.append(("wait", self.stream, mark))
 
     def uses(self, tensor: Tensor) -> None:
-        self.held.setdefault(id(tensor), set()).add(self.stream)
+        self.held.append((tensor, self.stream))
+
+    def held_for(self, tensor: Tensor) -> set[int]:
+        return {stream for held, stream in self.held if held is tensor}
 
 
 class Prefills(Bed):
@@ -107,8 +110,8 @@ def test_workspaces_are_held_for_every_stream_that_worked_in_them_before_they_ar
     for stream in (1, 1, 0, 2):
         bed.serve(stream)
         (buffer,) = [t for t in kept.values() if t is not elsewhere]
-        assert stream in orders.held[id(buffer)]
-    assert id(elsewhere) not in orders.held
+        assert stream in orders.held_for(buffer)
+    assert not orders.held_for(elsewhere)
 
 
 def test_a_prefill_that_failed_is_waited_for_too() -> None:
