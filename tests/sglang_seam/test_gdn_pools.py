@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+from typing import Any
+
 import pytest
 import torch
-from seam_machine import HV, H, K, Machine, V, close, start
-from test_gdn_calls import ALL, extend_two, oracle
+from seam_machine import HV, PLACE, H, K, Machine, V, close, installed_seam, start
+from test_gdn_calls import ALL, dispatch_extend, extend_two, oracle, own
 
 from fakes import FakeGatedDeltaRule, fake_entry
+from qwen35 import sglang_plugin
 from qwen35.adapters.sglang.seam_plan import union
 from qwen35.container import build
+from qwen35.domain.errors import ConfigurationError
 from qwen35.domain.geometry import GdnGeometry
 from qwen35.ports.gated_delta_rule import GdnPlan
+from qwen35.settings import load_settings
 
 
 @pytest.mark.parametrize("strided", [False, True], ids=["contiguous", "page-major"])
@@ -78,3 +85,100 @@ def test_a_slot_is_null_only_where_target_and_draft_agree(
     value_heads: int, first: int | None, second: int | None, both: int | None
 ) -> None:
     assert union(gdn_plan(HV, first), gdn_plan(value_heads, second)).null_slot == both
+
+
+# A pool without a null slot beside one that has it
+
+
+class OneNullSlot(FakeGatedDeltaRule):
+    """Writes the null slot for padding, so that all its plans must name the first one's."""
+
+    asked = 0
+
+    def prepare(self, plan: GdnPlan) -> None:
+        self.asked += 1
+        if self.plans and plan.null_slot != self.plans[0].null_slot:
+            raise ConfigurationError(f"null slot requires {self.plans[0].null_slot}, got {plan.null_slot}")
+        super().prepare(plan)
+
+
+REFUSAL = "null slot requires 0, got None"
+
+
+def start_with_one_null_slot(**settings: Any) -> tuple[Any, OneNullSlot]:
+    fake, names = OneNullSlot(0.5), dict.fromkeys(ALL, "fake")
+    container = build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **names)
+    return start(container, **names, **settings), fake
+
+
+def draft_machine(**sizes: Any) -> Machine:
+    """One over a unified memory pool, every slot of which SGLang hands out."""
+    from sglang.srt.runtime_context import get_memory
+
+    with get_memory().override(enable_unified_memory=True):
+        return Machine(**sizes)
+
+
+def decode_one(machine: Machine, slots: tuple[int, ...] = (3,)) -> Any:
+    packed, a, b = machine.tokens(len(slots))
+    machine.metadata(list(slots), list(range(len(slots) + 1)))
+    batch = machine.batch("DECODE", [1] * len(slots))
+    return machine.backend.forward_decode(machine.layer, batch, packed, a, b)
+
+
+def test_a_draft_whose_null_slot_the_adapter_refuses_keeps_sglangs_kernels_beside_a_served_target() -> None:
+    one, fake = start_with_one_null_slot()
+    target, draft = Machine(), draft_machine(slots=20)
+    plain, ours = own(draft), own(target)
+    assert not draft.dispatcher.extend_uses_state_checkpoints, "SGLang's Triton plan is kept with its kernel"
+    assert target.dispatcher.extend_uses_state_checkpoints
+    decode_one(draft)
+    dispatch_extend(draft, [3], [1])
+    assert (plain.calls, fake.calls) == (["packed_decode", "extend"], [])
+    decode_one(target)
+    dispatch_extend(target, [3], [1])
+    assert (ours.calls, len(fake.calls)) == ([], 2)
+    counters = one.container.counters()
+    assert counters.total("plans_refused", port="gated_delta_rule", reason=REFUSAL) == 1
+    assert counters.total("calls", adapter="engine:ChunkKernel") == 2
+    assert counters.total("fallbacks") == 0
+    Machine(slots=5)
+    assert [plan.null_slot for plan in fake.plans] == [0, 0], "what was refused widens no later plan"
+    assert fake.plans[-1].max_batch == 8
+
+
+def test_a_refused_null_slot_is_said_once_and_counted_each_time(caplog: pytest.LogCaptureFixture) -> None:
+    one, fake = start_with_one_null_slot()
+    Machine()
+    with caplog.at_level(logging.WARNING, logger="qwen35"):
+        draft_machine()
+        draft_machine()
+    assert fake.asked == 3
+    said = [record.getMessage() for record in caplog.records if REFUSAL in record.getMessage()]
+    assert len(said) == len([note for note in one.gdn.notes if REFUSAL in note]) == 1
+    assert said[0].endswith("keep SGLang's own kernels")
+    assert one.container.counters().total("plans_refused") == 2
+
+
+def test_strict_stops_the_engine_where_the_adapter_refuses_the_drafts_null_slot() -> None:
+    start_with_one_null_slot(sglang_strict=True)
+    Machine()
+    with pytest.raises(ConfigurationError, match=REFUSAL):
+        draft_machine()
+
+
+def test_a_backend_that_is_left_alone_gathers_its_pool_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
+
+    switch = "requires_contiguous_prefill_state"
+    monkeypatch.setattr(GDNAttnBackend, switch, True, raising=False)  # 0.5.20 has none, and always gathers
+    names = dict.fromkeys(ALL, "fake")
+    settings = load_settings(None, device="cpu", **names)
+    container = build(settings, conv="reference", adapters=[fake_entry("fake", OneNullSlot(0.5))])
+    release = dataclasses.replace(installed_seam(), gather_switch=switch)
+    sglang_plugin.start(settings, release, PLACE, container)
+    target, draft = Machine(strided=True), draft_machine(strided=True)
+    assert getattr(target.backend, switch) is False
+    assert getattr(draft.backend, switch) is True
+    sglang_plugin.uninstall()
+    assert type(draft.dispatcher.decode_kernel).__name__ == "TritonGDNKernel"

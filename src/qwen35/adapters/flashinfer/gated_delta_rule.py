@@ -107,8 +107,10 @@ class FlashInferGatedDeltaRule:
         """Fix branches, reserve index scratch, compile decode and verify for the plan's heads. Waits for the device.
 
         A later plan for the same geometry, dtypes and device widens the one before. Raises ``ConfigurationError`` where
-        it names another null slot, which padded rows of either user would write. A user who names none beside one who
-        does has no rows that pad, and must pass no write slot -1.
+        it names another null slot, which padded rows or write slots -1 of either user would write. Of a user who names
+        none beside one who does: without rows that may pad, it must pass no write slot -1; with such rows it is refused
+        too where the kernel writes the null slot for them, and where it skips them (float32 states) decodes with write
+        slots are refused from then on.
         """
         self._prepare(plan, stated=True)
 

@@ -80,7 +80,8 @@ def decode_mend(call: DecodeCall, plan: GdnPlan, behaviour: Behaviour) -> Mend:
         )
     if call.write_slots is not None and null is None:
         return Mend(
-            refusal="write slots require a null slot in the plan: for write slot -1 the kernel writes slot 0, got none"
+            refusal="write slots require a null slot in every plan for this geometry, these dtypes and this device: "
+            "for write slot -1 the kernel writes slot 0, got none"
         )
     spare = -1 if null is None else null
     clamp = not behaviour.finite_softplus

@@ -37,21 +37,23 @@ class Plans:
         """Widen the plan for calls of this kind by ``plan``; what it is now, and whether that is news.
 
         ``stated``: by a user, who knows which slot is null; what covers a call does not say. Raises
-        ``ConfigurationError`` where another user knows otherwise.
+        ``ConfigurationError`` where another user knows otherwise and a live slot of either would be written. Where one
+        names none and the kernel skips padded rows, neither has one from then on: only write slots need it.
         """
         key = _plan_key(plan)
         before = self._plans.get(key)
-        null_slot = plan.null_slot
+        wide = widened(before, plan)
         if before is not None:
             reasons = null_slot_reasons(before, plan) if stated and key in self._stated else ()
-            if reasons:
+            if reasons and (None not in (before.null_slot, plan.null_slot) or not self._skip_padding(before, wide)):
                 # No fallback answers for this: calls under either plan would still be served under the other's slot.
                 raise ConfigurationError(f"a second plan for FlashInfer: {'; '.join(reasons)}")
-            null_slot = before.null_slot if null_slot is None else null_slot
+            named = before.null_slot if plan.null_slot is None else plan.null_slot
+            wide = replace(wide, null_slot=None if reasons else named)
         if stated:
             self._stated.add(key)
-        plan = self._plans[key] = replace(widened(before, plan), null_slot=null_slot)
-        return plan, plan != before
+        self._plans[key] = wide
+        return wide, wide != before
 
     def covering(self, call: StepCall | ExtendCall) -> GdnPlan:
         """The plan for such calls where it covers ``call``, or the smallest that covers both."""
@@ -91,6 +93,10 @@ class Plans:
         if isinstance(call, DecodeCall):
             return decode_mend(call, plan, behaviour)
         return verify_mend(call, plan, behaviour)
+
+    def _skip_padding(self, *plans: GdnPlan) -> bool:
+        """Whether the decode kernels of all ``plans``, as far as they were measured, touch nothing for padded rows."""
+        return all(self._behaviour(Phase.DECODE, plan).skips_padding for plan in plans)
 
     def _behaviour(self, phase: Phase, plan: GdnPlan) -> Behaviour:
         known = self._measured.get(_behaviour_key(phase, plan))

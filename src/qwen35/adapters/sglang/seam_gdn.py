@@ -16,7 +16,7 @@ from qwen35.adapters.sglang.seam_plan import backend_plan, replays_inputs, reser
 from qwen35.adapters.sglang.seam_router import PORT, KernelRouter
 from qwen35.adapters.sglang.seams.release import Release
 from qwen35.domain.capabilities import Phase
-from qwen35.domain.errors import UnsupportedError
+from qwen35.domain.errors import ConfigurationError, UnsupportedError
 from qwen35.ports.gated_delta_rule import GdnPlan
 from qwen35.services.counters import Counters
 from qwen35.services.gated_delta_rule import GatedDeltaRuleService
@@ -97,43 +97,54 @@ class GdnSeam:
             return
         if deterministic() and (note := deterministic_note(self.router.routes, self._fallback)) is not None:
             self._note(note)
-        service = self.router.service
-        if service is not None:
-            self._prepare(service, backend, model_runner)
-        self._exchange(backend)
+        router, service = self.router, self.router.service
+        if service is not None and not self._prepare(service, backend, model_runner):
+            router = KernelRouter({}, None, self._counters)
+        self._exchange(backend, router)
         switch = self._release.gather_switch
-        if Phase.EXTEND in self.router.routes and switch is not None:
+        if Phase.EXTEND in router.routes and switch is not None:
             self._switched.append((weakref.ref(backend), {switch: getattr(backend, switch)}))
             setattr(backend, switch, False)
 
-    def _prepare(self, service: GatedDeltaRuleService, backend: Any, model_runner: Any) -> None:
+    def _prepare(self, service: GatedDeltaRuleService, backend: Any, model_runner: Any) -> bool:
+        """Whether calls of ``backend`` may reach ``service``, which refuses by itself those that it cannot serve."""
         plan = backend_plan(backend, model_runner, gathers_pool=self._release.gather_switch is None)
-        self._plan = plan if self._plan is None else union(self._plan, plan)
+        plan = plan if self._plan is None else union(self._plan, plan)
         try:
-            service.prepare(self._plan)
+            service.prepare(plan)
+        except ConfigurationError as exc:
+            if self._strict:
+                raise
+            # The plan before stays in force, and under its null slot padding would be written into a live slot here.
+            self._refused((str(exc),), f"{exc}; this backend's GDN layers keep SGLang's own kernels")
+            return False
         except UnsupportedError as exc:
             if self._strict:
                 raise
-            for reason in exc.reasons:
-                self._counters.add("plans_refused", port=PORT, adapter=",".join(self.router.routes.values()),
-                                   reason=reason)  # fmt: skip
-            self._note(f"{exc}; the calls in question go to SGLang's own kernels")
+            self._refused(exc.reasons, f"{exc}; the calls in question go to SGLang's own kernels")
+        self._plan = plan
         if Phase.VERIFY in self.router.routes and replays_inputs(backend):
             self._note("verify is not routed: ReplaySSM verifies beside the dispatcher")
+        return True
 
-    def _exchange(self, backend: Any) -> None:
+    def _refused(self, reasons: tuple[str, ...], note: str) -> None:
+        for reason in reasons:
+            self._counters.add("plans_refused", port=PORT, adapter=",".join(self.router.routes.values()),
+                               reason=reason)  # fmt: skip
+        self._note(note)
+
+    def _exchange(self, backend: Any, router: KernelRouter) -> None:
         from sglang.srt.layers.attention.linear.gdn_backend import FLA_CHUNK_SIZE
         from sglang.srt.layers.attention.linear.kernels.kernel_backend import LinearAttnKernelBase
 
         dispatcher = backend.kernel_dispatcher
         originals = {name: getattr(dispatcher, name) for name in KERNEL_SLOTS}
         kind = kernel_class(LinearAttnKernelBase)
-        gathers = Phase.EXTEND in self.router.routes and self._release.gather_switch is not None
-        reserved = None if self.router.service is None else reserved_pool(backend)
+        gathers = Phase.EXTEND in router.routes and self._release.gather_switch is not None
+        reserved = None if router.service is None else reserved_pool(backend)
         ours: dict[int, GdnKernel] = {
             id(kernel): stand_in(
-                kind, LinearAttnKernelBase, kernel, self.router, chunk=FLA_CHUNK_SIZE, gathers=gathers,
-                reserved=reserved,
+                kind, LinearAttnKernelBase, kernel, router, chunk=FLA_CHUNK_SIZE, gathers=gathers, reserved=reserved,
             )
             for kernel in originals.values()
         }  # fmt: skip
@@ -182,8 +193,10 @@ class GdnSeam:
             logger.info("refreshed %d parameter copies after a weight update", copies)
 
     def _note(self, text: str) -> None:
-        self.notes.append(text)
-        logger.warning("qwen35: %s", text)
+        """Say ``text``, once however many backends it is true of."""
+        if text not in self.notes:
+            self.notes.append(text)
+            logger.warning("qwen35: %s", text)
 
 
 def _context(layer: Any, forward_batch: Any, a: Any, b: Any) -> ExtendContext:
