@@ -45,15 +45,14 @@ def load_gates(gate, beta, A_log, dt_bias, gate_at, beta_at, head, mask, RAW: tl
 def load_pieces(
     at, columns, rows, WIDTH: tl.constexpr, INNER: tl.constexpr, PIECES: tl.constexpr, STREAM: tl.constexpr
 ):
-    """Float32 pieces of INNER columns each: ``at`` points at the first; ``columns`` 0..INNER-1, ``rows`` the mask,
-    which may be one for all rows. Pieces that are WIDTH together need no other.
+    """Float32 pieces of INNER columns each: ``at`` points at the first; ``columns`` 0..INNER-1, ``rows`` the mask.
 
     STREAM: evict-first, for what is read once.
     """
     EVICT: tl.constexpr = "evict_first" if STREAM else ""
     pieces = ()
     for i in tl.static_range(PIECES):
-        mask = rows if WIDTH == PIECES * INNER else (columns + i * INNER < WIDTH) & rows
+        mask = (columns + i * INNER < WIDTH) & rows
         piece = tl.load(at + i * INNER, mask=mask, other=0.0, eviction_policy=EVICT)
         pieces = pieces + (piece.to(tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
     return pieces
@@ -67,7 +66,7 @@ def store_pieces(
     """The reverse of ``load_pieces``, rounded to the dtype that ``at`` points at. STREAM: for what is not read soon."""
     CACHE: tl.constexpr = ".cs" if STREAM else ""
     for i in tl.static_range(PIECES):
-        mask = rows if WIDTH == PIECES * INNER else (columns + i * INNER < WIDTH) & rows
+        mask = (columns + i * INNER < WIDTH) & rows
         tl.store(at + i * INNER, rounded(pieces[i], at.dtype.element_ty), mask=mask, cache_modifier=CACHE)
 
 

@@ -14,7 +14,7 @@ CHUNK = 64
 _DECODE_ELEMENTS = {4: 512, 2: 2048}
 #: States (rows times value heads) from which a decode is bound by memory alone. Larger tiles of float32 then come
 #: nearer to the ceiling, and keeping out of L2 what is read and written once no longer helps (the same file).
-_MANY_STATES, _MANY_STATES_ELEMENTS = 8192, 2048
+_MANY_STATES, _MANY_STATES_ELEMENTS = 8192, 1024
 #: State elements of one program of verify, which keeps them from token to token, and bytes of them that one thread
 #: holds.
 _VERIFY_ELEMENTS, _VERIFY_THREAD_BYTES = 1024, 64
@@ -74,7 +74,7 @@ def _decode_config(key_width: int, value_width: int, state_bytes: int, many: boo
     row = power_of_two(key_width)
     elements = _MANY_STATES_ELEMENTS if many else _DECODE_ELEMENTS[state_bytes]
     block_v = min(max(elements // row, 1), power_of_two(value_width))
-    return DecodeConfig(block_v=block_v, inner=row, num_warps=1, read_once=not many, write_once=True)
+    return DecodeConfig(block_v=block_v, inner=row, num_warps=1, read_once=not many, write_once=not many)
 
 
 @cache
