@@ -1,0 +1,110 @@
+"""Triton's decode against FlashInfer's pool kernel, in rounds that alternate. About two minutes on an H200.
+
+    python benchmarks/decode_against_flashinfer.py --out results/decode_against_flashinfer.json
+
+Two ways, both by graph replay with a cold L2. ``in a row``: calls over slots of their own, one after another in one
+graph, as ``qwen35 swap`` times them; the launch of one hides behind the one before. ``alone``: one call a graph, the
+L2 flushed before each replay, events around it; what a launch costs by itself is in it, alike for both.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import qwen35
+from qwen35.ports.gated_delta_rule import DecodeCall
+from qwen35.testing.machine import versions
+from qwen35.testing.measure import copy_bandwidth, time_events, time_graph
+from tune_gdn_decode import WIDTH, calls
+
+ADAPTERS = ("flashinfer", "triton")
+ROUNDS = 5
+#: State dtype, value heads, key heads, rows.
+ROWS = [
+    *((torch.float32, 32, 16, batch) for batch in (1, 8, 64, 256)), (torch.float32, 64, 16, 256),
+    (torch.float32, 8, 2, 256), *((torch.bfloat16, 32, 16, batch) for batch in (1, 64, 256)),
+    (torch.bfloat16, 64, 16, 256),
+]  # fmt: skip
+DEVICE = torch.device("cuda")
+
+
+@contextmanager
+def replays(call: Callable[[], object]) -> Iterator[Callable[[], None]]:
+    """The replay of one call, captured after it ran once."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    yield graph.replay
+    graph.reset()
+
+
+def alone(call: Callable[[], object]) -> float:
+    with replays(call) as replay:
+        return time_events([replay], DEVICE, repeats=40, rounds=1).median_us
+
+
+def in_a_row(thunks: list[Callable[[], object]]) -> float:
+    return time_graph(thunks, DEVICE, replays=10).median_us
+
+
+def row(state_dtype: torch.dtype, heads: int, key_heads: int, batch: int, ceiling: float) -> dict[str, Any]:
+    """Microseconds of each adapter in each round, and the median of the rounds' ratios: Triton's over FlashInfer's."""
+    made = calls(batch, heads, key_heads, state_dtype)
+    out = torch.empty_like(made[0].v)
+    found: dict[str, dict[str, list[float]]] = {way: {name: [] for name in ADAPTERS} for way in ("in a row", "alone")}
+    thunks = {name: [partial(decode_of(name), replace(call, out=out)) for call in made] for name in ADAPTERS}
+    for _ in range(ROUNDS):
+        for name, own in thunks.items():
+            found["in a row"][name].append(in_a_row(own))
+            found["alone"][name].append(alone(own[0]))
+    floor = 2 * batch * heads * WIDTH * WIDTH * state_dtype.itemsize / ceiling * 1e6
+    return {
+        "state": str(state_dtype).removeprefix("torch."), "heads": heads, "key_heads": key_heads, "batch": batch,
+        "floor_us": floor, "us": found,
+        "ratio": {way: median(t / f for f, t in zip(us["flashinfer"], us["triton"], strict=True))
+                  for way, us in found.items()},
+    }  # fmt: skip
+
+
+def decode_of(name: str) -> Callable[[DecodeCall], torch.Tensor]:
+    """One adapter a name, so that it compiles once."""
+    if name not in _MADE:
+        _MADE[name] = qwen35.adapter("gated_delta_rule", name)
+    return _MADE[name].decode  # type: ignore[no-any-return]
+
+
+_MADE: dict[str, Any] = {}
+
+
+def main(out: Annotated[Path, typer.Option(help="The JSON document to write.")]) -> None:
+    """Measure every row, print it, and write the document after each."""
+    torch.manual_seed(0)
+    ceiling = copy_bandwidth(DEVICE)
+    report: dict[str, Any] = {
+        "kind": "decode against FlashInfer", "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join(["python", *sys.argv]), "device": torch.cuda.get_device_name(), "versions": versions(),
+        "ceiling_bytes_per_second": ceiling, "rows": [],
+    }  # fmt: skip
+    for shape in ROWS:
+        report["rows"].append(row(*shape, ceiling))
+        typer.echo(json.dumps(report["rows"][-1]))
+        out.write_text(json.dumps(report, indent=1), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    typer.run(main)
