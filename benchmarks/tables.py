@@ -1,7 +1,7 @@
 """Rewrites the tables of README.md and benchmarks/README.md from the committed measurements.
 
 A table stands between ``<!-- table: NAME -->`` and ``<!-- end -->`` and comes from ``results/NAME.json``, which
-``qwen35 swap``, ``gdn_integration.py``, ``finalize.py`` or ``engine_suite.py`` wrote. ``--check`` writes nothing and
+``qwen35 swap`` or a script of this folder wrote. ``--check`` writes nothing and
 exits with 1 where a table is not what its document says.
 """
 
@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from statistics import median
 from typing import Annotated, Any
 
 import typer
@@ -57,7 +58,7 @@ def table(report: dict[str, Any]) -> str:
     """One document as a Markdown table, by its kind."""
     kinds = {
         "gdn integration": claims_table, "finalize": finalize_table, "engines": engines_table,
-        "engine parity": parity_table,
+        "engine parity": parity_table, "decode against FlashInfer": decode_table,
     }  # fmt: skip
     return kinds.get(report["kind"], swap_table)(report)
 
@@ -80,6 +81,22 @@ def finalize_table(report: dict[str, Any]) -> str:
         ratio = f"{found['ours'] / min(peers):.2f}" if peers and "ours" in found else "-"
         cells = " | ".join(f"{found[name]:.1f}" if name in found else "-" for name in methods)
         lines.append(f"| {hidden}, {top_k} | {m} | {cells} | {ratio} |")
+    return "\n".join(lines)
+
+
+def decode_table(report: dict[str, Any]) -> str:
+    """A row a size: microseconds of either adapter, the median of its rounds, and the median of the rounds' ratios."""
+    ways = list(report["rows"][0]["us"])
+    cells = [f"{way}: flashinfer, triton | ratio" for way in ways]
+    lines = [
+        f"{report['device']}, {_used(report['versions'])}, {report['created'][:10]}. Microseconds, and Triton's over "
+        "FlashInfer's.",
+        "", f"| state | HV/H | rows | {' | '.join(cells)} |", "| --- " * (3 + 2 * len(ways)) + "|",
+    ]  # fmt: skip
+    for row in report["rows"]:
+        taken = (", ".join(f"{median(us):.1f}" for us in row["us"][way].values()) for way in ways)
+        found = (f"{us} | {row['ratio'][way]:.3f}" for way, us in zip(ways, taken, strict=True))
+        lines.append(f"| {row['state']} | {row['heads']}/{row['key_heads']} | {row['batch']} | {' | '.join(found)} |")
     return "\n".join(lines)
 
 
