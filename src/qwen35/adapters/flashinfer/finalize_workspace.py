@@ -22,13 +22,14 @@ from qwen35.ports.finalize_checks import (
     torch_dtype,
 )
 from qwen35.ports.finalize_fusion import NormAndResidual
+from qwen35.services.devices import on
 
 #: FlashInfer reads router weights in the tokens' dtype.
 WEIGHT_DTYPES = frozenset({"bfloat16"})
 
 
 class FlashInferFusionWorkspace:
-    """Both patterns on one native workspace, with the epsilon and bias of the signature.
+    """Both patterns on one native workspace, with the epsilon and bias of the signature, on the signature's device.
 
     With ``KeptIndices`` a finalize is FlashInfer's own, with an ``ExpertShare`` it is that and the all-reduce pattern.
     What ``capabilities`` are against is refused.
@@ -41,7 +42,7 @@ class FlashInferFusionWorkspace:
     ) -> None:  # fmt: skip
         self.adapter, self.signature, self.addresses = adapter, signature, addresses
         self._native, self._names, self._pdl, self._can = native, names, pdl, capabilities
-        self._scratch = scratch
+        self._scratch, self._device = scratch, torch.device(signature.device)
 
     def supports(self, m: int) -> Support:
         support = token_support(self.signature, m, self._native is None)
@@ -58,14 +59,15 @@ class FlashInferFusionWorkspace:
         check_finalize(self.signature, handoff, residual, gamma, out)
         routed, weights, indices, shared = handoff_tensors(handoff)
         self._refuse("finalize", (*self.supports(handoff.m).reasons, *self._can.against(handoff)))
-        if isinstance(self._scratch, ExpertShare):
-            share = self._scratch(routed, weights, indices, shared)
-            return self._run(self._names.all_reduce, share, residual, gamma, out)
-        kept = self._scratch(weights, indices)
-        return self._run(
-            self._names.finalize, routed, residual, gamma, out,
-            expanded_idx_to_permuted_idx=kept, expert_scale_factor=weights, shared_expert_output=shared,
-        )  # fmt: skip
+        with on(self._device):
+            if isinstance(self._scratch, ExpertShare):
+                share = self._scratch(routed, weights, indices, shared)
+                return self._run(self._names.all_reduce, share, residual, gamma, out)
+            kept = self._scratch(weights, indices)
+            return self._run(
+                self._names.finalize, routed, residual, gamma, out,
+                expanded_idx_to_permuted_idx=kept, expert_scale_factor=weights, shared_expert_output=shared,
+            )  # fmt: skip
 
     def all_reduce(
         self, local: Tensor, residual: Tensor, gamma: Tensor, out: NormAndResidual | None = None
@@ -73,7 +75,8 @@ class FlashInferFusionWorkspace:
         self._check_usable()
         check_all_reduce(self.signature, local, residual, gamma, out)
         self._refuse("all-reduce", self.supports(local.shape[0]).reasons)
-        return self._run(self._names.all_reduce, local, residual, gamma, out)
+        with on(self._device):
+            return self._run(self._names.all_reduce, local, residual, gamma, out)
 
     def destroy(self) -> None:
         if self._native is not None:
