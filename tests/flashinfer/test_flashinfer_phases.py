@@ -36,21 +36,26 @@ def test_extend_passes_every_argument_whose_default_it_could_not_rely_on() -> No
 
 
 def test_the_split_is_chosen_by_the_documented_rule() -> None:
-    cases = {
-        ("auto", 2048, 1): True, ("auto", 1000, 1): False, ("auto", 2048, 33): False, ("on", 5, 2): True,
-        ("off", 4096, 1): False,
-    }  # fmt: skip
+    """The one-pass kernel has a block for each sequence and each of 2 value heads, on 132 multiprocessors."""
     from qwen35.adapters.flashinfer.mends import split_prefill
 
-    for (choice, tokens, sequences), want in cases.items():
+    blackwell = replace(HOPPER, compute_capability=(10, 0))
+    long = 2048
+    cases = {
+        (HOPPER, "auto", 2048, 1): True, (HOPPER, "auto", 1023, 1): False, (HOPPER, "auto", long, 3): False,
+        (HOPPER, "auto", 32 * long, 32): True, (HOPPER, "auto", 33 * long, 33): False,
+        (blackwell, "auto", 16 * long, 16): True, (blackwell, "auto", 17 * long, 17): False,
+        (HOPPER, "on", 5, 2): True, (HOPPER, "off", 4096, 1): False,
+    }  # fmt: skip
+    for (platform, choice, tokens, sequences), want in cases.items():
         call = ExtendCall(
             q=torch.empty(tokens, H, W, device="meta"), k=torch.empty(0), v=torch.empty(tokens, HV, W, device="meta"),
             gates=LogGates(g=torch.empty(0), beta=torch.empty(0)), states=torch.empty(0),
             slots=torch.empty(sequences, dtype=torch.int32), cu_seqlens=torch.empty(0),
         )  # fmt: skip
-        assert split_prefill(choice, HOPPER, call) is want, (choice, tokens, sequences)
+        assert split_prefill(choice, platform, call) is want, (platform, choice, tokens, sequences)
         kept = replace(call, checkpoints=CheckpointPlan(every=64, starts=torch.empty(0), count=0))
-        assert split_prefill("auto", HOPPER, kept) is False
+        assert split_prefill("auto", platform, kept) is False
 
 
 @pytest.mark.parametrize(("split", "branch"), [("on", "sequence split"), ("off", "one pass")])
@@ -122,6 +127,19 @@ def test_what_follows_a_sequence_in_its_last_block_is_read_as_zero_where_it_is_p
     assert torch.equal(bed.adapter.extend(call).out, want), f"seed {bed.seed}"
     assert not want[65:].any()
     assert torch.equal(call.states, clean.states), f"seed {bed.seed}"
+
+
+@pytest.mark.row("D21")
+def test_the_checkpoints_of_a_padded_sequence_are_zero_though_it_has_no_neighbour() -> None:
+    """Its tokens reach the kernel as they are then, which computes checkpoints of them."""
+    bed = Bed(F32)
+    starts = torch.tensor([0, 2], dtype=torch.int64)
+    call = bed.extend([130], [-1], checkpoints=CheckpointPlan(every=64, starts=starts, count=2))
+    result = bed.adapter.extend(call)
+    assert result.checkpoints is not None
+    assert bed.fake.latest("prefill")["state_checkpoints"].shape == result.checkpoints.shape
+    assert not result.checkpoints.any(), f"seed {bed.seed}"
+    assert not result.out.any(), f"seed {bed.seed}"
 
 
 def test_a_chain_over_float32_writes_the_callers_rows_directly() -> None:
