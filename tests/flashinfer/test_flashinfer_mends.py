@@ -19,6 +19,8 @@ from qwen35.ports.gated_delta_rule import (
     CheckpointPlan,
     LogGates,
 )
+from qwen35.services.assembly import guarded
+from qwen35.services.counters import Counters
 from torch_rows import TorchRows
 
 
@@ -197,6 +199,27 @@ def test_a_converted_parameter_is_refreshed_in_place() -> None:
     assert second.tolist() == [2.0, 2.0]
 
 
+@pytest.mark.case("C11")
+@pytest.mark.case("C14")
+@pytest.mark.row("D08")
+def test_behind_the_guard_a_copy_that_the_adapter_converts_again_is_refreshed_in_place_too() -> None:
+    """A bfloat16 dt_bias off alignment is copied by the guard, and that copy is converted by the adapter."""
+    bed = Bed(F32)
+    rule = guarded("flashinfer", bed.adapter, Counters())
+    base = torch.zeros(HV + 1, dtype=BF16)
+    call = bed.decode([1])
+    call = replace(call, gates=replace(call.gates, dt_bias=base[1:]))
+    assert base[1:].data_ptr() % 32
+    rule.decode(call)
+    first = bed.fake.latest("decode")["dt_bias"]
+    base.data.copy_(torch.full((HV + 1,), 2.0))
+    assert rule.refresh_parameters() == 2
+    rule.decode(call)
+    second = bed.fake.latest("decode")["dt_bias"]
+    assert second.tolist() == [2.0, 2.0]
+    assert second.data_ptr() == first.data_ptr()
+
+
 @pytest.mark.row("D07")
 def test_parameter_copies_are_never_shared_and_stay_while_views_come_and_go() -> None:
     bed = Bed(F32)
@@ -295,3 +318,15 @@ def test_missing_kernels_are_refused_when_the_adapter_is_made() -> None:
     thor = replace(HOPPER, compute_capability=(11, 0))
     offered = FlashInferGatedDeltaRule(fake.kernels(), TorchRows(), thor, AdapterOptions()).capabilities.phases
     assert offered == frozenset({Phase.DECODE, Phase.COMMIT})
+
+
+@pytest.mark.row("D27")
+@pytest.mark.parametrize(("cuda", "offered"), [("12.8", False), ("13.0", True)])
+def test_on_compute_capability_10_prefill_is_offered_from_cuda_13_on(
+    cuda: str, offered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    blackwell = replace(HOPPER, compute_capability=(10, 0))
+    for platform, wanted in ((blackwell, offered), (HOPPER, True)):
+        made = FlashInferGatedDeltaRule(FakeFlashInfer().kernels(), TorchRows(), platform, AdapterOptions())
+        assert (Phase.EXTEND in made.capabilities.phases) == wanted

@@ -193,6 +193,26 @@ def test_a_float32_pool_past_2_to_the_31_elements_is_indexed_in_64_bits() -> Non
     assert not verify_mend(bf16, bed.plan, kernel).wide, "the bfloat16 kernel widens by itself"
 
 
+def test_what_the_kernels_address_in_32_bits_is_refused_from_2_to_the_31_elements_on() -> None:
+    from qwen35.adapters.flashinfer.mends import Behaviour, extend_reasons, verify_mend
+
+    bed = Bed(F32)
+    kernel = Behaviour(skips_padding=True, finite_softplus=True)
+    state = HV * W * W
+    for rows in (2**31 // (3 * state), 2**31 // (3 * state) + 1):
+        nodes = torch.empty(rows, 3, HV, W, W, device="meta")
+        chain = replace(bed.verify([1]), q=torch.empty(rows, 3, H, W, device="meta"), intermediates=nodes)
+        refused = verify_mend(chain, bed.plan, kernel).refusal is not None
+        assert refused == (rows * 3 * state >= 2**31), rows
+    sequences = 2**31 // state
+    prompt = replace(bed.extend([1], [1]), slots=torch.empty(sequences, dtype=torch.int32, device="meta"))
+    assert list(extend_reasons(prompt, "auto")) == [f"extend requires S*HV*V*K below 2**31, got {2**31}"]
+    assert not list(extend_reasons(replace(prompt, slots=prompt.slots[1:]), "auto"))
+    planned = CheckpointPlan(every=64, starts=torch.empty(2, device="meta"), count=sequences)
+    prompt = replace(bed.extend([1], [1]), checkpoints=planned)
+    assert list(extend_reasons(prompt, "auto")) == [f"checkpoints require count*HV*V*K below 2**31, got {2**31}"]
+
+
 # Views
 
 
