@@ -17,7 +17,7 @@ from qwen35.domain.errors import ShapeError, UnsupportedError, ValueRangeError
 from qwen35.ports.gated_delta_rule import CommitCall, DecodeCall, ExtendCall, GdnCall, RawGates, VerifyCall
 from qwen35.services.alignment_guard import SPARE, AlignmentGuard
 from qwen35.services.counters import Counters
-from qwen35.services.scratch import MAX_STREAMS
+from qwen35.services.scratch import MAX_STREAMS, empty_aligned
 
 #: Rows of every float32 tensor are multiples of 32 bytes, so that nothing is off but what is put off.
 H, HV, K, V, N = 2, 8, 16, 8, 5
@@ -188,3 +188,24 @@ def test_copies_are_counted_apart_inside_capture(monkeypatch: pytest.MonkeyPatch
     for argument in ("q", "out"):
         counted = [counters.total("scratch_copies", argument=argument, mode=mode) for mode in ("eager", "captured")]
         assert counted == [1, 2]
+
+
+@pytest.mark.row("D02")
+@pytest.mark.parametrize("make", [decode_call, extend_call, verify_call])
+def test_rows_without_gaps_are_not_copied_however_short_and_rows_with_gaps_are(make: Callable[[], Any]) -> None:
+    """a and b of 8 heads in bfloat16 have rows of 16 bytes where 32 are asked for, and so would their copies."""
+
+    def cast(call: Any, gap: int) -> Any:
+        def rows(gate: Tensor) -> Tensor:
+            room = empty_aligned((*gate.shape[:-1], HV + gap), torch.bfloat16, torch.device("cpu"), 32)
+            return room[..., :HV].copy_(gate)
+
+        return dataclasses.replace(call, gates=dataclasses.replace(call.gates, a=rows(call.gates.a), b=call.gates.b))
+
+    guard, counters = guarded()
+    for _ in range(2):
+        serve(guard, cast(make(), 0))
+    assert counters.total("scratch_copies") == 0
+    serve(guard, cast(make(), 4))
+    assert counters.total("scratch_copies", argument="a") == 1
+    assert counters.total("scratch_copies") == 1

@@ -333,6 +333,42 @@ def test_the_first_of_several_faults_is_the_one_that_is_named() -> None:
     workspace.finalize(broken, residual, gamma)
 
 
+@pytest.mark.row("A24")
+@pytest.mark.parametrize("name", ["residual", "gamma", "out.norm", "out.residual"])
+def test_what_the_norm_reads_and_writes_starts_on_whole_accesses(name: str) -> None:
+    c = case()
+    named = {"residual": c.residual(), "gamma": c.gamma(), "out.norm": c.residual(), "out.residual": c.residual()}
+    named[name] = named[name].new_zeros(named[name].numel() + 1)[1:].view(named[name].shape)
+    out = NormAndResidual(norm=named["out.norm"], residual=named["out.residual"])
+    workspace = FakeFusion().prepare(signature())
+    for call in (
+        lambda: workspace.finalize(c.handoff(0), named["residual"], named["gamma"], out),
+        lambda: workspace.all_reduce(c.local(0), named["residual"], named["gamma"], out),
+    ):
+        with pytest.raises(LayoutError, match=f"^{name} must start at a multiple of 16 bytes, got 4 past one"):
+            call()
+    assert workspace.calls == []
+
+
+def test_results_go_to_two_buffers_that_share_nothing_with_each_other_or_an_input() -> None:
+    c, workspace = case(), FakeFusion().prepare(signature())
+    handoff, residual, gamma, local = c.handoff(0), c.residual(), c.gamma(), c.local(0)
+    shared = handoff.gated_shared_output
+    assert isinstance(shared, Tensor)
+    both = torch.zeros(5, 16)
+    overlapping = (
+        (NormAndResidual(norm=both[:3], residual=both[2:]), "out.norm must not overlap out.residual"),
+        (NormAndResidual(norm=residual, residual=both[2:]), "out.norm must not overlap residual"),
+        (NormAndResidual(norm=both[:3], residual=shared), "out.residual must not overlap gated_shared_output"),
+    )
+    for out, said in overlapping:
+        with pytest.raises(LayoutError, match=said):
+            workspace.finalize(handoff, residual, gamma, out)
+    with pytest.raises(LayoutError, match="out.norm must not overlap local"):
+        workspace.all_reduce(local, residual, gamma, NormAndResidual(norm=local, residual=both[2:]))
+    assert workspace.calls == []
+
+
 @pytest.mark.row("B12")
 def test_the_all_reduce_needs_a_residual_of_as_many_tokens() -> None:
     c = case()

@@ -9,6 +9,7 @@ from torch import Tensor
 from qwen35.domain.finalize_capabilities import FusionCapabilities
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_checks import handoff_tensors
+from qwen35.services.finalize_agreement import Alone
 from qwen35.testing.finalize_cases import NAN, FinalizeCase
 
 pytestmark = pytest.mark.interpreter
@@ -222,6 +223,24 @@ def test_checked_mode_names_the_rank_that_never_came(one_shot: bool) -> None:
     assert any(mail.missing.tolist() == [0, 1, 0] for mail in ranks.mail)
     assert ranks.mail[0].missing[0] == 0
     assert got[0][0].isnan().any()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_more_tokens_than_mailboxes_have_rows_travel_in_several_launches(
+    monkeypatch: pytest.MonkeyPatch, shared: bool
+) -> None:
+    from qwen35.adapters.triton import finalize_mailboxes
+    from qwen35.adapters.triton.finalize_fusion import make_workspace
+
+    monkeypatch.setattr(finalize_mailboxes, "MOST_ROWS", 4)
+    ranks = Ranks(1, hidden=32, top_k=2, max_m=11, shared=shared)
+    workspace = make_workspace(ranks.cuts[0], Alone(), 0)
+    for seed, m in enumerate((4, 5, 8, 11)):
+        case = case_of(ranks, m, seed)
+        got = workspace.finalize(case.handoff(0), case.residual(), case.gamma())
+        assert_right(ranks, case, [(got.norm, got.residual)])
+        got = workspace.all_reduce(case.local(0), case.residual(), case.gamma())
+        assert_right(ranks, case, [(got.norm, got.residual)], experts=False)
 
 
 def test_indices_out_of_range_are_never_read() -> None:

@@ -10,6 +10,7 @@ from finalize_tasks import check_case, check_last_law, check_law
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from qwen35.adapters.reference.finalize_fusion import CHUNK
 from qwen35.testing.finalize_cases import FinalizeCase, finalize_cases
 from qwen35.testing.finalize_laws import LAWS
 
@@ -45,6 +46,13 @@ def test_drawn_cases_equal_the_oracle_on_every_rank(two_ranks: Pool, case: Final
 def test_sixty_four_tokens_reach_all_of_far_more_routed_rows(two_ranks: Pool) -> None:
     case = FinalizeCase(seed=4, m=64, top_k=8, hidden=32, tp_size=2, padding=2000, dropped=0.0)
     two_ranks.run(check_case, case, {"hidden": 32, "top_k": 8, "max_m": 64})
+
+
+def test_more_tokens_than_one_collective_takes_are_all_served(two_ranks: Pool) -> None:
+    m = CHUNK + 6
+    case = FinalizeCase(seed=6, m=m, top_k=2, hidden=16, tp_size=2)
+    first, second = two_ranks.run(check_case, case, {"hidden": 16, "top_k": 2, "max_m": m})
+    assert first == second
 
 
 @pytest.mark.row("A15")

@@ -318,13 +318,27 @@ def test_another_plan_and_a_closed_adapter_know_nothing() -> None:
 
 
 def test_rows_that_are_off_are_left_to_the_guard() -> None:
-    """a of 2 heads in bfloat16 has rows of 4 bytes: the adapter alone serves it, the guard aligns it first."""
+    """a with rows of 3 elements: the adapter alone serves it, the guard aligns it first."""
     bed = Bed()
     call = laid_out(bed.decode([4, 2]))
-    call = replace(call, gates=replace(call.gates, a=aligned(call.gates.a)))
+    gapped = empty_aligned((2, HV + 1), call.gates.a.dtype, CPU, 32)[:, :HV].copy_(call.gates.a)
+    call = replace(call, gates=replace(call.gates, a=gapped))
     bed.adapter.decode(call)
     assert bed.adapter.decode_known(call) is None
     same(bed, call, bed.adapter.decode)
+
+
+@pytest.mark.row("D02")
+def test_short_rows_without_gaps_are_known() -> None:
+    """a and b of 2 heads in bfloat16 have rows of 4 bytes, and so would their copies."""
+    bed = Bed()
+
+    def dense() -> DecodeCall:
+        call = laid_out(bed.decode([4, 2]))
+        return replace(call, gates=replace(call.gates, a=aligned(call.gates.a), b=aligned(call.gates.b)))
+
+    bed.adapter.decode(dense())
+    same(bed, dense(), bed.adapter.decode_known)
 
 
 def test_the_branch_is_that_of_the_latest_call() -> None:

@@ -46,18 +46,22 @@ _REMEDIES = {
 def misalignment(array: Array, itemsize: int, alignment: int) -> int:
     """Bytes by which the start, or else some row, of ``array`` misses a multiple of ``alignment``; 0: none.
 
-    A row starts at a multiple of each stride; the last dimension is taken as dense, so its stride does not count.
-    An empty array has no address to miss.
+    A row starts at a multiple of each stride; the last dimension is taken as dense, so its stride does not count, nor
+    does that of rows that follow one another without a gap: a copy would lie alike. An empty array has no address to
+    miss.
     """
     shape = tuple(array.shape)
     if 0 in shape:
         return 0
-    off = array.data_ptr() % alignment
-    for size, stride in zip(shape[:-1], array.stride()[:-1], strict=True):
-        if off:
-            break
-        if size > 1:
-            off = (stride * itemsize) % alignment
+    off, dense = array.data_ptr() % alignment, 1
+    if off:
+        return off
+    rows = list(zip(shape, array.stride(), strict=True))
+    for dimension in range(len(rows) - 1, 0, -1):
+        dense *= rows[dimension][0]
+        size, stride = rows[dimension - 1]
+        if size > 1 and stride != dense:
+            off = (stride * itemsize) % alignment or off
     return off
 
 

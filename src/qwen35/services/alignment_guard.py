@@ -115,6 +115,8 @@ class AlignmentGuard:
         self._inner = adapter if isinstance(adapter, HoldsScratch) else None
         self._parameters = ParameterCopies(self._alignment)
         self._aligned_strides: set[tuple[int, ...]] = set()
+        #: Shapes and strides that fit though rows are no multiple of the alignment: they have no gaps.
+        self._dense: set[tuple[torch.Size, tuple[int, ...]]] = set()
         #: Before the first copy: a call that is off in more than its addresses leaves nothing behind.
         self._admit = Admission(name, _admits)
         self._saying = adapter if isinstance(adapter, SaysBranches) else None
@@ -226,17 +228,24 @@ class AlignmentGuard:
             if tensor is not None:
                 joined |= tensor.data_ptr()
                 strides = tensor.stride()
-                if strides not in self._aligned_strides and not self._row_strides_fit(strides):
+                if strides not in self._aligned_strides and not self._rows_fit(tensor, strides):
                     return False
         return not joined & (self._alignment - 1)
 
-    def _row_strides_fit(self, strides: tuple[int, ...]) -> bool:
-        """Whether rows are aligned whatever the dtype; strides that are, are remembered."""
-        if any(stride * _LEAST_ITEM % self._alignment for stride in strides[:-1]):
+    def _rows_fit(self, tensor: Tensor, strides: tuple[int, ...]) -> bool:
+        """Whether rows are aligned whatever the dtype, or have no gaps; layouts that fit are remembered."""
+        if (tensor.shape, strides) in self._dense:
+            return True
+        fits = not any(stride * _LEAST_ITEM % self._alignment for stride in strides[:-1])
+        if not fits and not tensor.is_contiguous():
             return False
-        if len(self._aligned_strides) >= MAX_STRIDES:
+        if len(self._aligned_strides) + len(self._dense) >= MAX_STRIDES:
             self._aligned_strides.clear()
-        self._aligned_strides.add(strides)
+            self._dense.clear()
+        if fits:
+            self._aligned_strides.add(strides)
+        else:
+            self._dense.add((tensor.shape, strides))
         return True
 
     def _realigned(self, call: _Call) -> _Call:
