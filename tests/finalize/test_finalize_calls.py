@@ -364,7 +364,7 @@ def test_results_go_to_two_buffers_that_share_nothing_with_each_other_or_an_inpu
     for out, said in overlapping:
         with pytest.raises(LayoutError, match=said):
             workspace.finalize(handoff, residual, gamma, out)
-    with pytest.raises(LayoutError, match="out.norm must not overlap local"):
+    with pytest.raises(LayoutError, match=r"out\.norm must not overlap local"):
         workspace.all_reduce(local, residual, gamma, NormAndResidual(norm=local, residual=both[2:]))
     assert workspace.calls == []
 

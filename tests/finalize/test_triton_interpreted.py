@@ -233,7 +233,7 @@ def test_more_tokens_than_mailboxes_have_rows_travel_in_several_launches(
     from qwen35.adapters.triton.finalize_fusion import make_workspace
 
     monkeypatch.setattr(finalize_mailboxes, "MOST_ROWS", 4)
-    ranks = Ranks(1, hidden=32, top_k=2, max_m=11, shared=shared)
+    ranks = Ranks(1, hidden=32, top_k=2, max_m=11, shared=shared, max_splits=1)
     workspace = make_workspace(ranks.cuts[0], Alone(), 0)
     for seed, m in enumerate((4, 5, 8, 11)):
         case = case_of(ranks, m, seed)
