@@ -62,6 +62,16 @@ def check_last_law(ranked: Ranked, name: str, seed: int, changes: dict[str, Any]
     ranked.kept.clear()
 
 
+def reduced_after_inference_mode(ranked: Ranked) -> list[float]:
+    """Ones of every rank, summed outside inference mode by a workspace that was prepared inside it."""
+    with torch.inference_mode():
+        workspace = fusion_named("reference", ranked.device).prepare(signature_for(ranked))
+    gamma, ones = (torch.ones(*rows, 96, dtype=torch.bfloat16, device=ranked.device) for rows in ((), (2,)))
+    found = workspace.all_reduce(ones, torch.zeros_like(ones), gamma).residual[:, 0].tolist()
+    workspace.destroy()
+    return found  # type: ignore[no-any-return]
+
+
 def check_case(ranked: Ranked, case: FinalizeCase, changes: dict[str, Any]) -> str:
     """One drawn case on the reference; the digest of its result."""
     kit = kit_for(ranked, "reference", **changes)

@@ -20,6 +20,7 @@ from qwen35.domain.errors import (
     DtypeError,
     HandoffError,
     LayoutError,
+    NotPreparedError,
     ShapeError,
     UnsupportedError,
     ValueRangeError,
@@ -198,6 +199,11 @@ def destroyed(each: FinalizeService, c: FinalizeCase) -> None:
     each.finalize(c.handoff(1), c.residual(), c.gamma())
 
 
+def closed(each: FinalizeService, c: FinalizeCase) -> None:
+    each.close()
+    each.finalize(c.handoff(1), c.residual(), c.gamma())
+
+
 @pytest.mark.row("B11")
 @pytest.mark.row("B14")
 @pytest.mark.parametrize(
@@ -206,7 +212,8 @@ def destroyed(each: FinalizeService, c: FinalizeCase) -> None:
         (without_gamma, HandoffError, "Gemma"), (without_residual, HandoffError, "residual"),
         (ineligible, HandoffError, "ineligible path: mode"), (short_addition, ShapeError, "post_residual_addition"),
         (other_gamma, DtypeError, "gamma must be float32"), (past_the_workspace, ValueRangeError, "m must be in 1..32"),
-        (destroyed, ClosedError, "destroyed"), (no_handoff, HandoffError, "requires a FinalizeHandoff, got Tensor"),
+        (destroyed, ClosedError, "destroyed"), (closed, NotPreparedError, "call prepare first"),
+        (no_handoff, HandoffError, "requires a FinalizeHandoff, got Tensor"),
         (no_tensor, ContractError, "local must be a tensor, got NoneType"),
         (adding(Tensor.double), DtypeError, "post_residual_addition must be float32, got float64"),
         (adding(Tensor.bfloat16), DtypeError, "post_residual_addition must be float32, got bfloat16"),
@@ -384,3 +391,19 @@ def test_calls_are_counted_by_pattern_and_adapter() -> None:
     ready.all_reduce(c.local(0), c.residual(), c.gamma())
     assert counters.total("calls", port="finalize_fusion", adapter="fake") == 2
     assert counters.total("calls", phase="finalize", mode="eager") == 1
+
+
+@pytest.mark.row("B17")
+@pytest.mark.parametrize("other", [0, 1])
+def test_checked_mode_on_some_ranks_only_is_an_error_on_all(other: int) -> None:
+    """One would wait for a word before it launches, of the others in their launch."""
+    meeting, fakes = Meeting(2), [FakeFusion(), FakeFusion()]
+
+    def on(rank: int) -> None:
+        each = service(fakes[rank], checked=rank == other, agreements=Agreements(lambda _: meeting.side(rank)))
+        each.prepare(signature(tp_size=2, rank=rank))
+
+    out = meeting.run(on)
+    assert all(isinstance(e, AgreementError) for e in out), out
+    assert all(f"checked: rank 0 asks {other == 0}, rank 1 asks {other == 1}" in str(e) for e in out), out
+    assert [fake.made for fake in fakes] == [[], []]

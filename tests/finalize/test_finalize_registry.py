@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 from typing import Any
 
 import pytest
-from finalize_fakes import FakeWorkspace, Meeting, signature
+from finalize_fakes import FakeWorkspace, Group, Meeting, signature
 
 from qwen35.domain.errors import AgreementError, CaptureError, CreationError, SignatureError
 from qwen35.services.finalize_agreement import Alone
@@ -284,3 +286,19 @@ def test_a_workspace_that_is_live_on_some_ranks_only_is_an_error_on_all() -> Non
     out, _ = on_ranks(2, asked, factories, registries)
     assert all(isinstance(e, AgreementError) and "rank 1 has none" in str(e) for e in out), out
     assert [f.calls for f in factories] == [1, 1]
+
+
+def test_a_remembered_failure_is_its_group_s_and_does_not_keep_the_group() -> None:
+    """The threads of a gloo group end with it: one that outlives the interpreter aborts the process."""
+    registry, factory = WorkspaceRegistry(), Factory(RuntimeError("out of handles"))
+    first, second = Group(), Group()
+    for group in (first, first, second):
+        with pytest.raises(CreationError, match="out of handles"):
+            registry.obtain(signature(group=group), Alone(), factory)
+    assert factory.calls == 2, "what failed is not tried again for its group, and is for another"
+    gone = weakref.ref(first)
+    factory.fail = None  # its traceback holds what the factory was called with
+    del first, group
+    gc.collect()
+    assert gone() is None
+    assert registry.obtain(signature(group=Group()), Alone(), factory) is factory.made[0]

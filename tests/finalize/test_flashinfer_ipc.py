@@ -18,7 +18,7 @@ from qwen35.adapters._kernels.expert_sum import ExpertSum
 from qwen35.adapters.flashinfer.finalize_ipc import FlashInferIpcFusion
 from qwen35.adapters.flashinfer.finalize_names import FusionNames
 from qwen35.domain.capabilities import Support
-from qwen35.domain.errors import CreationError
+from qwen35.domain.errors import CreationError, UnsupportedError
 from qwen35.domain.finalize_capabilities import DeviceFacts
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.adapter import AdapterEntry
@@ -172,3 +172,18 @@ def test_the_ipc_backend_needs_no_multicast_and_says_what_it_needs() -> None:
         reasons = ipc.supports(signature(**{"max_m": 64} | change)).reasons
         assert len(reasons) == 1, reasons
         assert reasons[0].startswith(reason)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"tp_size": 16}, "tensor parallel size requires 2 or 4 or 8, got 16"),
+        ({"hidden": 100}, "hidden requires a multiple of 8, got 100"),
+    ],
+)  # fmt: skip
+def test_what_its_calls_could_not_serve_is_refused(changes: dict[str, Any], said: str) -> None:
+    ipc = Ipc()
+    asked = signature(**({"hidden": 2048, "device": "cuda:0"} | changes))
+    with pytest.raises(UnsupportedError, match=said):
+        ipc.prepare(asked)
+    assert ipc.events == []

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from finalize_pool import Pool
-from finalize_tasks import check_case, check_last_law, check_law
+from finalize_tasks import check_case, check_last_law, check_law, reduced_after_inference_mode
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +53,10 @@ def test_more_tokens_than_one_collective_takes_are_all_served(two_ranks: Pool) -
     case = FinalizeCase(seed=6, m=m, top_k=2, hidden=16, tp_size=2)
     first, second = two_ranks.run(check_case, case, {"hidden": 16, "top_k": 2, "max_m": m})
     assert first == second
+
+
+def test_a_workspace_that_was_prepared_in_inference_mode_takes_calls_outside_it(two_ranks: Pool) -> None:
+    assert two_ranks.run(reduced_after_inference_mode) == [[2.0, 2.0]] * 2
 
 
 @pytest.mark.row("A15")

@@ -118,7 +118,9 @@ class FinalizeService:
             adapter: FinalizeFusion = self._adapters.adapter(PORT, chosen.name)
             return adapter.prepare(adapter.capabilities.within(asked))
 
-        self._workspace = self._workspaces.obtain(signature, agreement, create, self._requested, against)
+        self._workspace = self._workspaces.obtain(
+            signature, agreement, create, self._requested, against, self._checked
+        )
         self._workspaces.hold(self)
         self._agreement = agreement
 
@@ -137,9 +139,9 @@ class FinalizeService:
         ``post_residual_addition`` [m, D], of the residual's dtype and device, is added to it first, so both results
         see it.
         """
-        workspace = self.workspace
 
         def check() -> tuple[str, ...]:
+            workspace = self.workspace
             _check_handoff(handoff)
             check_finalize(workspace.signature, handoff, residual, gamma, out, values=True)
             check_addition(workspace.signature, handoff.m, post_residual_addition)
@@ -147,6 +149,7 @@ class FinalizeService:
             return (*workspace.supports(handoff.m).reasons, *can.against(handoff))
 
         self._agree_on_call("finalize", _tokens_of(handoff), check)
+        workspace = self.workspace
         _check_handoff(handoff)
         if post_residual_addition is not None:
             # What is added to is checked before it is: the workspace sees the sum only.
@@ -165,13 +168,14 @@ class FinalizeService:
         mode on every rank where one has any. There an error that all ranks see is each one's own, so that all may go
         on another way; of one that some ranks see, the cause is the ``AgreementError`` that the other ranks raise.
         """
-        workspace = self.workspace
 
         def check() -> tuple[str, ...]:
+            workspace = self.workspace
             check_all_reduce(workspace.signature, local, residual, gamma, out)
             return (*against, *workspace.supports(len(local)).reasons)
 
         self._agree_on_call("all-reduce", len(local) if isinstance(local, Tensor) and local.dim() else 0, check)
+        workspace = self.workspace
         if against:
             raise UnsupportedError("fused all-reduce", against)
         return self._serve("all-reduce", lambda: workspace.all_reduce(local, residual, gamma, out))
@@ -197,7 +201,7 @@ class FinalizeService:
         """Let go of the workspace, which ends with its last service; a later call raises ``NotPreparedError``.
         Idempotent."""
         self._workspaces.leave(self)
-        self._workspace = self._agreement = None
+        self._workspace = None  # in checked mode the others hear of a later call
 
     def _agree_on_call(self, call: str, m: int, check: Callable[[], tuple[str, ...]]) -> None:
         """In checked mode, before anything is launched: an error that one rank sees becomes one on all.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,9 +31,23 @@ NOT_CREATED = f"{WHAT} could not be created"
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
+    """What failed, for which group; it does not keep the group alive."""
+
     signature: WorkspaceSignature
+    group: Callable[[], object | None]
     adapter: str
     reasons: tuple[str, ...]
+
+    @staticmethod
+    def of(signature: WorkspaceSignature, adapter: str, reasons: tuple[str, ...]) -> _Failure:
+        group = signature.group
+        return _Failure(
+            replace(signature, group=None), (lambda: None) if group is None else weakref.ref(group), adapter, reasons
+        )
+
+    def covers(self, signature: WorkspaceSignature, adapter: str) -> bool:
+        same = self.adapter == adapter and self.group() is signature.group
+        return same and self.signature.covers(replace(signature, group=None))
 
 
 def synchronise(device: str) -> None:
@@ -78,13 +93,14 @@ class WorkspaceRegistry:
     def obtain(
         self, signature: WorkspaceSignature, agreement: Agreement,
         create: Callable[[WorkspaceSignature], FusionWorkspace], adapter: str = "auto",
-        against: Qwen35Error | None = None,
+        against: Qwen35Error | None = None, checked: bool = False,
     ) -> FusionWorkspace:  # fmt: skip
         """The live workspace where it, or what it was made upon, covers ``signature``, else one made by ``create``;
         alike on all ranks.
 
         Every rank of the group calls this together, one that wants none calls ``decline``. ``adapter`` names one, or
-        "auto"; ``against`` is why this rank cannot have any, which it raises once the others know. Raises
+        "auto"; ``against`` is why this rank cannot have any, which it raises once the others know; ``checked`` whether
+        its calls are exchanged before they are launched, which all ranks do or none. Raises
         ``SignatureError`` (another workspace is live), ``CaptureError`` (nothing is created during capture),
         ``AgreementError`` (the ranks ask for different things), ``CreationError`` (now, or remembered).
         """
@@ -92,7 +108,7 @@ class WorkspaceRegistry:
             live = self.live
             refusal = against or self._refusal(signature, adapter)
             ready = refusal is None and live is not None
-            _agree(agreement.exchange(_record(signature, adapter, refusal, ready)), refusal)
+            _agree(agreement.exchange(_record(signature, adapter, refusal, ready, checked)), refusal)
             if live is not None:
                 return live
             return self._create(signature, agreement, create, adapter)
@@ -143,7 +159,7 @@ class WorkspaceRegistry:
                 differences.append(f"adapter: has {self._live.adapter}, asked {adapter}")
             return SignatureError(f"another {WHAT} is live", differences) if differences else None
         for failure in self._failures:
-            if failure.adapter == adapter and failure.signature.covers(signature):
+            if failure.covers(signature, adapter):
                 return CreationError(NOT_CREATED, failure.reasons)
         if self._capturing():
             return CaptureError(f"a {WHAT} cannot be created during CUDA graph capture; call prepare before it")
@@ -167,15 +183,18 @@ class WorkspaceRegistry:
             for workspace in made:
                 workspace.destroy()
             if isinstance(failure, CreationError):
-                self._failures.append(_Failure(signature, adapter, failure.reasons))
+                self._failures.append(_Failure.of(signature, adapter, failure.reasons))
             raise
         return self._live
 
 
-def _record(signature: WorkspaceSignature, adapter: str, refusal: Qwen35Error | None, ready: bool) -> dict[str, Any]:
+def _record(
+    signature: WorkspaceSignature, adapter: str, refusal: Qwen35Error | None, ready: bool, checked: bool = False
+) -> dict[str, Any]:
     """What a rank says before anything is made: what it asks for, why it cannot have it, whether it has it."""
     refused = None if refusal is None else str(refusal)
-    return {"refused": refused, "ready": ready, "asked": signature.shared() | {"adapter": adapter}}
+    asked = signature.shared() | {"adapter": adapter, "checked": checked}
+    return {"refused": refused, "ready": ready, "asked": asked}
 
 
 def _agree(records: list[dict[str, Any]], own: Qwen35Error | None) -> None:

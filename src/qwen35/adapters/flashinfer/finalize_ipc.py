@@ -25,12 +25,14 @@ from qwen35.services.finalize_agreement import PROCESS_AGREEMENTS, Agreements, t
 
 NAME = "flashinfer_ipc"
 
+#: Ranks for which FlashInfer knows whether one shot or two are better, and the words of 16 bytes that it reads rows in.
+RANKS, WIDTH_MULTIPLE = frozenset({2, 4, 8}), 8
 #: Rows up to which the pair of launches was measured, and the workspace that was made for them.
 MOST_ROWS = 1024
 
 
 class FlashInferIpcFusion:
-    """Rounds a rank's share to bfloat16 and adds ranks up in bfloat16, of which there are 16 at most: that is what
+    """Rounds a rank's share to bfloat16, adds 8 ranks at most up in bfloat16, adds the residual, and norms: so much
     ``roundings`` counts."""
 
     def __init__(
@@ -41,14 +43,16 @@ class FlashInferIpcFusion:
         self._facts, self._load, self._agreements, self._on_device = facts, load, agreements, on_device
         self._expert_sum = expert_sum
         self.capabilities = FusionCapabilities(
-            device_types=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), tp_sizes=frozenset({2, 4, 8, 16}),
-            one_host=True, most_tokens=MOST_ROWS, roundings=16.0,
+            device_types=frozenset({"cuda"}), dtypes=frozenset({"bfloat16"}), tp_sizes=RANKS,
+            one_host=True, most_tokens=MOST_ROWS, roundings=10.0,
         )  # fmt: skip
 
     def supports(self, signature: WorkspaceSignature) -> Support:
         reasons = [*signature_support(self.capabilities, signature).reasons, *self._facts.no_symmetric_memory]
         if signature.max_m > MOST_ROWS:
             reasons.append(f"max_m requires at most {MOST_ROWS}, got {signature.max_m}")
+        if signature.hidden % WIDTH_MULTIPLE:
+            reasons.append(f"hidden requires a multiple of {WIDTH_MULTIPLE}, got {signature.hidden}")
         return Support.of(*reasons, *installed())
 
     def prepare(self, signature: WorkspaceSignature) -> FlashInferFusionWorkspace:

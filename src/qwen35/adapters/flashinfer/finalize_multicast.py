@@ -23,6 +23,7 @@ from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities
 from qwen35.domain.finalize_early_load import with_early_shared_load
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.ports.finalize_checks import signature_support, torch_dtype
+from qwen35.services.devices import on
 from qwen35.services.finalize_agreement import PROCESS_AGREEMENTS, Agreements, together
 
 logger = logging.getLogger("qwen35")
@@ -96,14 +97,15 @@ class FlashInferMulticastFusion:
         if not support:
             raise UnsupportedError(f"{NAME} workspace", support.reasons)
         agreement = self._agreements.of(signature.group, signature.tp_size)
-        names, config, indices = together(agreement, f"{NAME} workspace", partial(self._alone, signature))
-        native = names.make(
-            tp_size=signature.tp_size, tp_rank=signature.rank, max_token_num=signature.max_m,
-            hidden_dim=signature.hidden, dtype=torch_dtype(signature.dtype), group=signature.group,
-            top_k=signature.top_k, rms_eps=signature.eps, routed_scaling_factor=1.0,
-            weight_bias=signature.weight_bias, include_shared_expert=signature.shared_expert, add_residual=True,
-            write_residual_output=True, config=config,
-        )  # fmt: skip
+        with on(torch.device(signature.device)):  # FlashInfer asks for the current device
+            names, config, indices = together(agreement, f"{NAME} workspace", partial(self._alone, signature))
+            native = names.make(
+                tp_size=signature.tp_size, tp_rank=signature.rank, max_token_num=signature.max_m,
+                hidden_dim=signature.hidden, dtype=torch_dtype(signature.dtype), group=signature.group,
+                top_k=signature.top_k, rms_eps=signature.eps, routed_scaling_factor=1.0,
+                weight_bias=signature.weight_bias, include_shared_expert=signature.shared_expert, add_residual=True,
+                write_residual_output=True, config=config,
+            )  # fmt: skip
         return FlashInferFusionWorkspace(
             NAME, signature, native, names, addresses=(), capabilities=self.capabilities, scratch=indices, pdl=True
         )

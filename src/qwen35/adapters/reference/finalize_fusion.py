@@ -81,7 +81,9 @@ class ReferenceWorkspace:
     def __init__(self, signature: WorkspaceSignature, dtype: torch.dtype) -> None:
         self.signature, self._destroyed = signature, False
         rows = min(signature.max_m, CHUNK)
-        self._gathered = torch.empty(signature.tp_size, rows, signature.hidden, dtype=dtype, device=signature.device)
+        shape = signature.tp_size, rows, signature.hidden
+        with torch.inference_mode(False):  # or no call outside that mode could write it
+            self._gathered = torch.empty(shape, dtype=dtype, device=signature.device)
         self.addresses = (self._gathered.data_ptr(),)
 
     def supports(self, m: int) -> Support:
