@@ -147,7 +147,7 @@ def test_bfloat16_stays_near_float32_and_keeps_what_needs_float32(moe: Pair) -> 
         session = Session(model, slots=1, max_length=40)
         logits.append(session.extend([session.open()], [prompt], every_token=True))
     assert logits[0].dtype == torch.float32
-    # A bfloat16 rounding may turn a close choice of experts, and all later rows with it: one that none reached is judged.
+    # Rounding may turn a close choice of experts, and all later rows with it: a row that none has reached is judged.
     error = (logits[0] - logits[1]).norm(dim=-1) / logits[1].norm(dim=-1)
     assert float(error.min()) < 2**-8 * 20, f"seed {moe.seed}"
 
