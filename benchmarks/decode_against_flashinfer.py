@@ -12,11 +12,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -25,7 +24,7 @@ import torch
 import typer
 
 import qwen35
-from qwen35.ports.gated_delta_rule import DecodeCall
+from qwen35.ports.gated_delta_rule import DecodeCall, GatedDeltaRule
 from qwen35.testing.machine import versions
 from qwen35.testing.measure import copy_bandwidth, time_events, time_graph
 from tune_gdn_decode import WIDTH, calls
@@ -37,21 +36,15 @@ ROWS = ((32, 16, 1), (32, 16, 8), (32, 16, 64), (32, 16, 256), (64, 16, 256), (8
 DEVICE = torch.device("cuda")
 
 
-@contextmanager
-def replays(call: Callable[[], object]) -> Iterator[Callable[[], None]]:
-    """The replay of one call, captured after it ran once."""
+def alone(call: Callable[[], object]) -> float:
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         call()
-    yield graph.replay
+    taken = time_events([graph.replay], DEVICE, repeats=40, rounds=1).median_us
     graph.reset()
-
-
-def alone(call: Callable[[], object]) -> float:
-    with replays(call) as replay:
-        return time_events([replay], DEVICE, repeats=40, rounds=1).median_us
+    return taken
 
 
 def in_a_row(thunks: list[Callable[[], object]]) -> float:
@@ -77,14 +70,11 @@ def row(heads: int, key_heads: int, batch: int, ceiling: float) -> dict[str, Any
     }  # fmt: skip
 
 
+@cache
 def decode_of(name: str) -> Callable[[DecodeCall], torch.Tensor]:
     """One adapter a name, so that it compiles once."""
-    if name not in _MADE:
-        _MADE[name] = qwen35.adapter("gated_delta_rule", name)
-    return _MADE[name].decode  # type: ignore[no-any-return]
-
-
-_MADE: dict[str, Any] = {}
+    adapter: GatedDeltaRule = qwen35.adapter("gated_delta_rule", name)
+    return adapter.decode
 
 
 def main(out: Annotated[Path, typer.Option(help="The JSON document to write.")]) -> None:

@@ -69,14 +69,17 @@ def test_the_second_call_of_a_layout_launches_what_the_first_compiled(
     changes: dict[str, Any] = {}
     if split:
         changes["write_slots"] = torch.tensor([5 if slot >= 0 else -1 for slot in slots[:1]] + slots[1:]).int()
-    call = known(bed, slots, **changes)
+    assert served(bed, fake, known(bed, slots, **changes)) == (0, 1)
+
+
+def served(bed: Bed, fake: FakeCompiled, call: DecodeCall) -> tuple[int, int]:
+    """How often the function was called and its kernel launched for ``call``, which is served right."""
     out, states = want(bed, call)
+    bed.fake.calls.clear()
     fake.launched.clear()
-    got = bed.adapter.decode(call)
-    assert torch.equal(got, out), f"seed {bed.seed}"
+    assert torch.equal(bed.adapter.decode(call), out), f"seed {bed.seed}"
     assert torch.equal(call.states, states), f"seed {bed.seed}"
-    assert called(bed) == 0
-    assert len(fake.launched) == 1
+    return called(bed), len(fake.launched)
 
 
 #: As few rows as leave the kernel of many rows out.
@@ -99,12 +102,7 @@ def test_so_does_one_of_a_layout_whose_rows_or_slots_lie_apart(
     write = {"write_slots": torch.tensor([slot if slot < 0 else slot + 4 for slot in slots]).int()} if split else {}
     first, call = (loose(bed.decode(slots, pool=9, **write), packed=packed, padded=padded) for _ in range(2))
     bed.adapter.decode(first)
-    out, states = want(bed, call)
-    bed.fake.calls.clear()
-    fake.launched.clear()
-    assert torch.equal(bed.adapter.decode(call), out), f"seed {bed.seed}"
-    assert torch.equal(call.states, states), f"seed {bed.seed}"
-    assert (called(bed), len(fake.launched)) == (0, 1)
+    assert served(bed, fake, call) == (0, 1)
 
 
 def test_a_kernel_that_prepare_has_not_seen_is_not_launched() -> None:
@@ -177,12 +175,7 @@ def test_one_that_goes_astray_over_some_layouts_alone_is_not_launched_for_those(
     lies = {"packed": what == "packed", "padded": what == "padded"}
     first, call = (loose(bed.decode([4, 2], pool=9, **write), **lies) for _ in range(2))
     bed.adapter.decode(first)
-    out, states = want(bed, call)
-    bed.fake.calls.clear()
-    fake.launched.clear()
-    assert torch.equal(bed.adapter.decode(call), out), f"seed {bed.seed}"
-    assert torch.equal(call.states, states), f"seed {bed.seed}"
-    assert (called(bed), len(fake.launched)) == (1, 0)
+    assert served(bed, fake, call) == (1, 0)
 
 
 def test_a_layout_that_prepare_could_not_see_is_served_by_the_function_and_others_are_not() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from finalize_fakes import FakeFusion
+from finalize_fakes import Group as ProcessGroup
 from seam_machine import PLACE, installed_seam
 from torch import Tensor
 
@@ -38,15 +39,11 @@ class Both:
         return [value, value]
 
 
-class DeviceGroup:
-    """Stands for a process group: nothing but itself."""
-
-
 class Group:
     """SGLang's coordinator of a group whose every rank holds the same share."""
 
     def __init__(self, ranks: int = TP) -> None:
-        self.world_size, self.rank_in_group, self.device_group, self.sums = ranks, 0, DeviceGroup(), 0
+        self.world_size, self.rank_in_group, self.device_group, self.sums = ranks, 0, ProcessGroup(), 0
         self.pcie_ipc_comm = None
 
     def all_reduce(self, x: Tensor) -> Tensor:
