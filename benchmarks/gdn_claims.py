@@ -11,6 +11,7 @@ import torch
 import qwen35
 from gdn_paths import plan_of
 from qwen35.container import Container
+from qwen35.domain.geometry import GdnGeometry
 from qwen35.ports.gated_delta_rule import GatedDeltaRule
 from qwen35.services.gated_delta_rule import PORT, GatedDeltaRuleService
 from qwen35.services.registry import AdapterRegistry
@@ -44,6 +45,7 @@ class Claim:
 @dataclass
 class Session:
     seed: int
+    geometry: GdnGeometry
     registry: AdapterRegistry
     profile: bool = False
     made: list[Container] = field(default_factory=list)
@@ -58,13 +60,13 @@ class Session:
         self, name: str, state: torch.dtype, batch: int, tokens: int = 0, **settings: Any
     ) -> GatedDeltaRuleService:
         rule: GatedDeltaRuleService = self.container(name, **settings).gated_delta_rule()
-        rule.prepare(plan_of(state, batch, tokens))
+        rule.prepare(plan_of(self.geometry, state, batch, tokens))
         return rule
 
     def bare(self, name: str, state: torch.dtype, batch: int) -> GatedDeltaRule:
         """The adapter without container and guard."""
         adapter: GatedDeltaRule = qwen35.adapter(PORT, name, device="cuda")
-        adapter.prepare(plan_of(state, batch))
+        adapter.prepare(plan_of(self.geometry, state, batch))
         return adapter
 
     def close(self) -> None:

@@ -30,7 +30,6 @@ from gdn_claims import Claim, Session, faster, more
 from gdn_memory import memory_part, scratch_part
 from gdn_paths import (
     CRASHES,
-    GEOMETRY,
     STATES,
     FlashInferDirect,
     Thunk,
@@ -43,6 +42,7 @@ from gdn_paths import (
     replayed_kernels,
 )
 from qwen35.domain.capabilities import Phase
+from qwen35.domain.geometry import public_geometry
 from qwen35.ports.gated_delta_rule import DecodeCall, GatedDeltaRule, RawGates
 from qwen35.services.gated_delta_rule import PORT
 from qwen35.services.platform import detect_platform
@@ -59,7 +59,7 @@ def decode_part(session: Session) -> Iterator[Claim]:
     """Decode by index through the container against gather, kernel and scatter: graph replay, cold L2."""
     for name, state in STATES.items():
         for batch in (64, 256):
-            calls = decode_calls(state, batch, session.seed)
+            calls = decode_calls(session.geometry, state, batch, session.seed)
             rule = session.rule("flashinfer", state, batch)
             direct = [FlashInferDirect.of(call) for call in calls]
             apart = _difference(rule, calls[0], direct[0])
@@ -92,7 +92,7 @@ def _difference(rule: GatedDeltaRule, call: DecodeCall, direct: FlashInferDirect
 def overhead_part(session: Session) -> Iterator[Claim]:
     """Device time that guard and container add at B = 64, queue full and in a replay."""
     for name, state in STATES.items():
-        calls = decode_calls(state, OVERHEAD_BATCH, session.seed)
+        calls = decode_calls(session.geometry, state, OVERHEAD_BATCH, session.seed)
         rule = session.rule("flashinfer", state, OVERHEAD_BATCH)
         bare = session.bare("flashinfer", state, OVERHEAD_BATCH)
         off = [misaligned(call) for call in calls]
@@ -144,7 +144,7 @@ def host_part(session: Session) -> Iterator[Claim]:
 @torch.inference_mode()
 def _host_times(session: Session, name: str, state: torch.dtype, flashinfer: bool) -> dict[str, float]:
     """In inference mode, as engines run: views cost half as much there."""
-    call = decode_calls(state, 1, session.seed)[0]
+    call = decode_calls(session.geometry, state, 1, session.seed)[0]
     ways: dict[str, Thunk] = {"flashinfer direct": FlashInferDirect.of(call).by_index()} if flashinfer else {}
     for adapter in ("flashinfer", "triton") if flashinfer else ("triton",):
         rule, bare = session.rule(adapter, state, 1), session.bare(adapter, state, 1)
@@ -181,7 +181,7 @@ def show_profile(what: str, thunk: Thunk, count: int = 2000) -> None:
 
 def prefill_part(session: Session) -> Iterator[Claim]:
     """One long sequence: the sequence-split kernel against the one-pass kernel, each through the container."""
-    layout, row = layout_of(torch.float32), Row(Phase.EXTEND, (PREFILL_TOKENS,))
+    layout, row = layout_of(session.geometry, torch.float32), Row(Phase.EXTEND, (PREFILL_TOKENS,))
     generator = torch.Generator("cuda").manual_seed(session.seed)
     pool = random_pool(layout, 3, generator)
     call: Any = random_call(layout, row, pool, torch.tensor([2], dtype=torch.int32, device="cuda"), generator)
@@ -233,6 +233,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="the JSON to write")
     parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--geometry", default="35B-A3B", help="a public geometry")
+    parser.add_argument("--tp", type=int, default=1, help="tensor-parallel ranks; one rank's part is measured")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--profile", action="store_true", help="print where the host's time goes at B = 1")
     options = parser.parse_args()
@@ -240,11 +242,12 @@ def main() -> None:
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts must be of {', '.join(PARTS)}, got {', '.join(sorted(unknown))}")
     where = detect_platform("cuda")
-    session = Session(options.seed, AdapterRegistry(where), options.profile)
+    geometry = public_geometry(options.geometry).gdn.shard(options.tp)
+    session = Session(options.seed, geometry, AdapterRegistry(where), options.profile)
     document: dict[str, Any] = {
         "kind": "gdn integration", "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join(["python", *sys.argv]), "seed": options.seed, "device": device_facts(where),
-        "versions": versions(), "geometry": asdict(GEOMETRY), "seconds": {}, "rows": [],
+        "versions": versions(), "geometry": asdict(session.geometry), "seconds": {}, "rows": [],
     }  # fmt: skip
     options.out.parent.mkdir(parents=True, exist_ok=True)
     for name in parts:

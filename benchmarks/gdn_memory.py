@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from gdn_claims import Claim, Session
-from gdn_paths import CRASHES, GEOMETRY, NULL_SLOT, STATES, layout_of, misaligned, misaligned_parameters
+from gdn_paths import CRASHES, NULL_SLOT, STATES, layout_of, misaligned, misaligned_parameters
 from qwen35.domain.capabilities import Phase
 from qwen35.services.alignment_guard import AlignmentGuard
 from qwen35.services.gated_delta_rule import PORT
@@ -38,10 +38,10 @@ def memory_part(session: Session) -> Iterator[Claim]:
 
 def padded_decode(session: Session, name: str, state: torch.dtype) -> tuple[float, dict[str, Any]]:
     """Slots of peak memory that the second of two equal calls adds, and the bytes of both."""
-    layout = layout_of(state)
+    layout = layout_of(session.geometry, state)
     rule = session.rule(name, state, 4)
     generator = torch.Generator("cuda").manual_seed(session.seed)
-    g = GEOMETRY
+    g = session.geometry
     pool = torch.zeros(POOL, g.value_heads, g.value_width, g.key_width, dtype=state, device="cuda")
     slots = torch.tensor([7, -1, POOL - 1, -1], dtype=torch.int32, device="cuda")
     call: Any = random_call(layout, Row(Phase.DECODE, (1,) * 4), pool, slots, generator)
@@ -62,7 +62,7 @@ def scratch_part(session: Session) -> Iterator[Claim]:
     rule = session.rule("flashinfer", torch.float32, BATCHES)
     guard = rule.adapters[Phase.DECODE][1]
     assert isinstance(guard, AlignmentGuard)
-    layout, largest = layout_of(torch.float32), Row(Phase.DECODE, (1,) * BATCHES)
+    layout, largest = layout_of(session.geometry, torch.float32), Row(Phase.DECODE, (1,) * BATCHES)
     generator = torch.Generator("cuda").manual_seed(session.seed)
     pool = random_pool(layout, BATCHES + 1, generator)
     slots = torch.arange(NULL_SLOT + 1, BATCHES + 1, dtype=torch.int32, device="cuda")

@@ -22,7 +22,6 @@ from qwen35.services.scratch import empty_aligned
 from qwen35.testing.measure import cold_sets
 from qwen35.testing.workload import Layout, Row, live_slots, random_call, random_pool, raw_gates
 
-GEOMETRY = GdnGeometry(key_heads=16, value_heads=32, key_width=128, value_width=128)
 #: Reserved, as serving engines do: bfloat16 decode of FlashInfer is refused without one where rows may pad.
 NULL_SLOT = 0
 ALIGNMENT = 32
@@ -37,23 +36,23 @@ ATTEMPTS = 5
 Thunk = Callable[[], object]
 
 
-def layout_of(state: torch.dtype) -> Layout:
+def layout_of(geometry: GdnGeometry, state: torch.dtype) -> Layout:
     return Layout(
-        geometry=GEOMETRY, token_dtype=torch.bfloat16, state_dtype=state, device=torch.device("cuda"),
+        geometry=geometry, token_dtype=torch.bfloat16, state_dtype=state, device=torch.device("cuda"),
         null_slot=NULL_SLOT,
     )  # fmt: skip
 
 
-def plan_of(state: torch.dtype, batch: int, tokens: int = 0) -> GdnPlan:
+def plan_of(geometry: GdnGeometry, state: torch.dtype, batch: int, tokens: int = 0) -> GdnPlan:
     return GdnPlan(
-        geometry=GEOMETRY, state_dtype=state, device=torch.device("cuda"), max_batch=batch, max_tokens=tokens,
+        geometry=geometry, state_dtype=state, device=torch.device("cuda"), max_batch=batch, max_tokens=tokens,
         max_draft=0, null_slot=NULL_SLOT,
     )  # fmt: skip
 
 
-def decode_calls(state: torch.dtype, batch: int, seed: int) -> list[DecodeCall]:
+def decode_calls(geometry: GdnGeometry, state: torch.dtype, batch: int, seed: int) -> list[DecodeCall]:
     """Calls of one layer (they share A_log and dt_bias) over one pool, so many that each finds the L2 cold."""
-    layout, row = layout_of(state), Row(Phase.DECODE, (1,) * batch)
+    layout, row = layout_of(geometry, state), Row(Phase.DECODE, (1,) * batch)
     generator = torch.Generator(layout.device).manual_seed(seed)
     sets = cold_sets(layout.device, layout.bytes_moved(row))
     pool = random_pool(layout, sets * batch + 1, generator)
