@@ -1,7 +1,8 @@
 """Error bounds, derived from dtypes.
 
-An error is ``||got - oracle|| / ||oracle||`` (Frobenius, float64). Rounding to a dtype with unit roundoff u
-gives at most u elementwise, so a result that is computed exactly and rounded once stays within 1 u.
+An error is ``||got - oracle|| / ||oracle||`` (Frobenius, float64), for outputs that cancel relative to their terms
+instead (``qwen35.testing.relative_error`` says why). Rounding to a dtype with unit roundoff u gives at most u
+elementwise, so a result that is computed exactly and rounded once stays within 1 u.
 """
 
 from __future__ import annotations

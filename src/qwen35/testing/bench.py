@@ -17,7 +17,7 @@ from qwen35.testing.case import Case
 from qwen35.testing.kit import Kit, Parts, Served, serve
 from qwen35.testing.limits import Limits
 from qwen35.testing.make import Made, make_parts
-from qwen35.testing.oracle import Truth, assert_close, truth
+from qwen35.testing.oracle import Terms, Truth, assert_close, terms_of, truth
 from qwen35.testing.tensors import poisoned_memory, same_bits
 
 
@@ -153,6 +153,10 @@ class Trial:
         """What the call must give; ask before running it."""
         return self.bench.truth(self.call)
 
+    def terms(self) -> Terms:
+        """The terms of the outputs that the call must give; ask before running it."""
+        return terms_of(self.bench.kit, self.call)
+
     def bound(self, steps: int = 1) -> ErrorBound:
         """See ``Bench.bound``."""
         return self.bench.bound(self.case, self.phase, steps)
@@ -232,7 +236,7 @@ class Trial:
             assert served.out is not None
             assert want.out is not None
             assert served.out.dtype == self.case.sizes.token_dtype, f"out is {served.out.dtype}; {self.case}"
-            assert_close("out", served.out, want.out, bound.output, self.case)
+            assert_close("out", served.out, want.out, bound.output, self.case, want.terms)
             self.states_are(want.states, bound.state)
             self.nodes_are(want.nodes, bound.state) if want.nodes else None
             if want.checkpoints is not None:

@@ -113,3 +113,6 @@ class ConvKit(Kit):
             pool=call.windows, slots=call.slots, tokens=tokens, params=params, write_slots=call.write_slots,
             out=call.out, cu_seqlens=call.cu_seqlens, seq_lens_host=call.seq_lens_host, fresh=call.fresh,
         )  # fmt: skip
+
+    def out_terms(self, oracle: Any, phase: Phase, parts: Parts) -> None:
+        """None: every channel sums terms of its own, and the smallest case has eight."""

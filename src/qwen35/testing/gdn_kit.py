@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from qwen35.ports.gated_delta_rule import (
     VerifyCall,
 )
 from qwen35.testing.case import Case, GdnSizes
-from qwen35.testing.kit import Kit, Parts
+from qwen35.testing.kit import Kit, Parts, serve
 from qwen35.testing.limits import Limits
 from qwen35.testing.tensors import normal, uniform
 
@@ -145,6 +146,32 @@ class GdnKit(Kit):
             out=call.out, cu_seqlens=call.cu_seqlens, seq_lens_host=call.seq_lens_host, fresh=call.fresh,
             every=None if call.checkpoints is None else call.checkpoints.every,
         )  # fmt: skip
+
+    def out_terms(self, oracle: Any, phase: Phase, parts: Parts) -> Tensor:
+        """Of o[v] = sum_k S[v, k] q[k], with the state after each token."""
+        q = parts.tokens["q"]
+        heads, width = q.shape[-2:]
+        states = self._states_after(oracle, phase, parts)
+        scale = parts.params["scale"]
+        q = q * torch.rsqrt((q * q).sum(-1, keepdim=True) + 1e-6) * (width**-0.5 if scale is None else scale)
+        q = q.repeat_interleave(states.shape[-3] // heads, dim=-2)
+        squares = torch.einsum("...hvk,...hk->...hv", states.square_(), q.square())
+        # The q of a padded row may be NaN.
+        return squares.nan_to_num_(0.0, posinf=0.0).sqrt_()
+
+    def _states_after(self, oracle: Any, phase: Phase, parts: Parts) -> Tensor:
+        """The state after each token, [T, HV, V, K] or [B, T, HV, V, K] (decode: [B, HV, V, K]); zeros for padding."""
+        if phase is Phase.EXTEND:
+            kept = serve(oracle, self.call(phase, replace(parts, every=1))).checkpoints
+            assert kept is not None
+            return kept
+        tokens = parts.tokens
+        if phase is Phase.DECODE:
+            tokens = {name: t[:, None] for name, t in tokens.items()}
+        rows, draft = tokens["q"].shape[:2]
+        nodes = parts.pool.new_zeros(rows, draft, *parts.pool.shape[1:])
+        serve(oracle, self.call(Phase.VERIFY, replace(parts, tokens=tokens, intermediates=nodes, rows=None)))
+        return nodes[:, 0] if phase is Phase.DECODE else nodes
 
 
 def checkpoint_plan(cu_seqlens: Tensor, every: int) -> CheckpointPlan:

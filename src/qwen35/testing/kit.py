@@ -90,6 +90,12 @@ class Kit(ABC):
     def parts(self, call: Any) -> Parts:
         """The reverse of ``call``."""
 
+    @abstractmethod
+    def out_terms(self, oracle: Any, phase: Phase, parts: Parts) -> Tensor | None:
+        """Root of the sum of the squares of the terms that each output sums: float64, of the output's shape, zero for
+        padding. ``oracle`` is a float64 adapter, ``parts`` are float64 and their pool is written. None: the outputs
+        of one call never cancel all together."""
+
 
 def serve(adapter: Any, call: Any) -> Served:
     """Hand ``call`` to the adapter's method for it."""

@@ -61,6 +61,7 @@ def decode_tokens(bench: Bench, parts: Parts, spans: list[tuple[int, int]]) -> d
 def splits(bench: Bench, case: Case[Any]) -> None:
     """extend(T1 + T2) equals extend(T1) then extend(T2)."""
     whole, halves = bench.trial(case), bench.trial(case)
+    terms = whole.terms()
     out = whole.run().out
     assert out is not None
     choice, offsets = case.choices(), case.offsets
@@ -77,7 +78,7 @@ def splits(bench: Bench, case: Case[Any]) -> None:
     for span_set, piece in ((first, head), (second, tail)):
         index = [t for a, b in span_set for t in range(a, b)]
         joined[torch.tensor(index, dtype=torch.int64, device=out.device)] = piece
-    assert_close(f"out, cut at {cuts}", joined, out, 2 * bound.output, case)
+    assert_close(f"out, cut at {cuts}", joined, out, 2 * bound.output, case, terms)
     for slot in sorted(case.written):
         got, want = halves.parts.pool[slot], whole.parts.pool[slot]
         assert_close(f"state of slot {slot}, cut at {cuts}", got, want, 2 * bound.state, case)
@@ -86,6 +87,7 @@ def splits(bench: Bench, case: Case[Any]) -> None:
 def steps(bench: Bench, case: Case[Any]) -> None:
     """extend(T) equals extend(c) then T - c decodes, for any c: no other layout or rounding between phases."""
     whole, stepped = bench.trial(case), bench.trial(case)
+    terms = whole.terms()
     out = whole.run().out
     assert out is not None
     choice, offsets = case.choices(), case.offsets
@@ -100,7 +102,7 @@ def steps(bench: Bench, case: Case[Any]) -> None:
     decode, extend = bench.bound(case, Phase.DECODE, many), bench.bound(case, Phase.EXTEND, 2)
     if outs:
         joined = torch.stack([outs[t] for t in sorted(outs)])
-        assert_close(f"out, cut at {cuts}", joined, out, decode.output + extend.output, case)
+        assert_close(f"out, cut at {cuts}", joined, out, decode.output + extend.output, case, terms)
     for slot in sorted(case.written):
         got, want = stepped.parts.pool[slot], whole.parts.pool[slot]
         assert_close(f"state of slot {slot}, cut at {cuts}", got, want, decode.state + extend.state, case)
@@ -162,7 +164,8 @@ def acceptance(bench: Bench, case: Case[Any]) -> None:
     out = bench.run(call).out
     assert out is not None
     assert truth.out is not None
-    assert_close("out of the decode that follows", out, truth.out, bench.bound(case, Phase.DECODE, 2).output, case)
+    bound = bench.bound(case, Phase.DECODE, 2)
+    assert_close("out of the decode that follows", out, truth.out, bound.output, case, truth.terms)
 
 
 def nothing(bench: Bench, case: Case[Any]) -> None:

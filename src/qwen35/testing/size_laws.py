@@ -16,7 +16,7 @@ from qwen35.testing.case import Case, ConvSizes, GdnSizes
 from qwen35.testing.kit import Kit
 from qwen35.testing.law import Law
 from qwen35.testing.limits import Limits, Profile
-from qwen35.testing.oracle import assert_close
+from qwen35.testing.oracle import assert_close, row_of
 from qwen35.testing.slot_laws import TOKEN_PHASES
 from qwen35.testing.strategies import seeds
 
@@ -70,8 +70,10 @@ def many_rows(bench: Bench, case: Case[Any]) -> None:
     trial.matches(served, want)
     assert served.out is not None
     assert want.out is not None
+    bound, context = 4 * trial.bound().output, f"seed {case.seed}"
     for row in (0, len(case.slots) // 2, len(case.slots) - 1):
-        assert_close(f"out of row {row}", served.out[row], want.out[row], 4 * trial.bound().output, f"seed {case.seed}")
+        terms = row_of(want.terms, row)
+        assert_close(f"out of row {row}", served.out[row], want.out[row], bound, context, terms)
 
 
 def _plain(kit: Kit, limits: Limits, heads: tuple[int, int] | None = None) -> Any:
