@@ -14,7 +14,7 @@ from qwen35.services.alignment_guard import AlignmentGuard
 from qwen35.services.counters import Counters
 from qwen35.services.finalize_fusion import FinalizeService
 from qwen35.services.finalize_registry import WorkspaceRegistry
-from qwen35.services.gated_delta_rule import GatedDeltaRuleService
+from qwen35.services.gated_delta_rule import GatedDeltaRuleService, ScratchHoldingService
 from qwen35.services.registry import AdapterRegistry
 from qwen35.services.shadow import Shadow, ShadowedGatedDeltaRule
 from qwen35.services.short_convolution import ShortConvolutionService
@@ -35,7 +35,8 @@ def adapter_options(settings: Settings) -> AdapterOptions:
 
 
 def make_gated_delta_rule(settings: Settings, registry: AdapterRegistry, counters: Counters) -> GatedDeltaRuleService:
-    """The service over the adapters that the settings name, or the best usable ones."""
+    """The service over the adapters that the settings name, or the best usable ones; where all of them say how much
+    scratch they hold, it says it too (``HoldsScratch``)."""
     port = gated_delta_rule.PORT
     requested = {
         Phase.DECODE: settings.gdn_decode, Phase.EXTEND: settings.gdn_extend, Phase.VERIFY: settings.gdn_verify,
@@ -52,6 +53,9 @@ def make_gated_delta_rule(settings: Settings, registry: AdapterRegistry, counter
         made = {name: ShadowedGatedDeltaRule(name, adapter, shadow) for name, adapter in made.items()}
     fallback = None if settings.gdn_fallback is None else (settings.gdn_fallback, made[settings.gdn_fallback])
     adapters = {phase: (name, made[name]) for phase, name in names.items()}
+    holders = [adapter for adapter in made.values() if isinstance(adapter, HoldsScratch)]
+    if len(holders) == len(made):
+        return ScratchHoldingService(adapters, counters, fallback, settings.checked, holders)
     return GatedDeltaRuleService(adapters, counters, fallback, settings.checked)
 
 

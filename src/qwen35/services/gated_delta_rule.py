@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -13,7 +13,7 @@ from torch import Tensor
 from qwen35.domain.alignment import CapturedBranch, replay_reasons
 from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import UnsupportedError
-from qwen35.ports.adapter import SaysBranches
+from qwen35.ports.adapter import HoldsScratch, SaysBranches
 from qwen35.ports.admission import check_call
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
@@ -187,6 +187,27 @@ class GatedDeltaRuleService:
     def _check(self, call: GdnCall) -> None:
         if not capturing():
             check_call(call, values=True)
+
+
+class ScratchHoldingService(GatedDeltaRuleService):
+    """The service over adapters that all say how much scratch they hold (``holders``, each once): it says it too."""
+
+    def __init__(
+        self, adapters: Mapping[Phase, tuple[str, GatedDeltaRule]], counters: Counters,
+        fallback: tuple[str, GatedDeltaRule] | None, checked: bool, holders: Collection[HoldsScratch],
+    ) -> None:  # fmt: skip
+        super().__init__(adapters, counters, fallback, checked)
+        self._holders = tuple(holders)
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of scratch held now by the adapters of every phase and the fallback."""
+        return sum(holder.scratch_bytes for holder in self._holders)
+
+    @property
+    def scratch_bound(self) -> int:
+        """Bytes of scratch that these adapters never exceed under the current plan."""
+        return sum(holder.scratch_bound for holder in self._holders)
 
 
 def _tensors(call: GdnCall) -> tuple[tuple[str, Tensor], ...]:

@@ -1,4 +1,4 @@
-"""Laws of both ports about CUDA graphs. They need a GPU."""
+"""Laws of both ports about CUDA graphs, which need a GPU, and about the scratch that has to be there before them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from qwen35.testing.slot_laws import law
 from qwen35.testing.strategies import Wish
 
 REPLAYS = 3
+#: The one law of this module that needs no GPU.
+BOUNDED = "scratch stays within its bound"
 
 
 def replays(bench: Bench, case: Case[Any]) -> None:
@@ -78,6 +80,21 @@ def scratch_stays(bench: Bench, case: Case[Any]) -> None:
     now = adapter.scratch_bytes
     del captured
     assert now <= held, f"capture made {now - held} bytes of scratch beside {held}, from the graph's pool; {case}"
+
+
+def scratch_bounded(bench: Bench, case: Case[Any]) -> None:
+    """What the adapter says it holds is never more than what it says it never exceeds, from the plan on."""
+    adapter, trial = bench.adapter, bench.trial(case)
+    assert isinstance(adapter, HoldsScratch)
+    _prepare(bench, trial)
+    _within_bound(adapter, "prepare", case)
+    bench.run(trial.call)
+    _within_bound(adapter, case.phase, case)
+
+
+def _within_bound(adapter: HoldsScratch, after: str, case: Case[Any]) -> None:
+    held, bound = adapter.scratch_bytes, adapter.scratch_bound
+    assert 0 <= held <= bound, f"after {after} {held} bytes of scratch are held, and the bound is {bound}; {case}"
 
 
 def changed(bench: Bench, case: Case[Any], turn: int) -> Case[Any]:
@@ -153,5 +170,9 @@ def capture_laws(kit: Kit) -> list[Law]:
         laws.append(
             law(kit, Clause.CAPTURE, phase, "scratch is made before capture", scratch_stays, Wish(tree=None),
                 needs=needs)
+        )  # fmt: skip
+        laws.append(
+            law(kit, Clause.CAPTURE, phase, BOUNDED, scratch_bounded, Wish(tree=None), needs=_holds_scratch,
+                most_examples=5)
         )  # fmt: skip
     return laws
