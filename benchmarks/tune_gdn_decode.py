@@ -1,8 +1,9 @@
-"""Sweep the tiles of the Triton decode kernel on this GPU: graph replay, cold L2. Under a minute on an H200.
+"""Sweep the tiles of the Triton decode kernel on this GPU: graph replay, cold L2. A minute and a half on an H200.
 
     python benchmarks/tune_gdn_decode.py --out results/
 
-Prints a table a state dtype and writes decode_tiles.json. Tiles that win belong into ``kernels/gdn_config.py``.
+Prints a table a state dtype (in a row, alone: decode_against_flashinfer.py says how they differ) and writes
+decode_tiles.json. Tiles that win belong into ``kernels/gdn_config.py``.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import json
 import shlex
 import sys
+from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from functools import partial
@@ -25,31 +27,21 @@ from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig, decode_confi
 from qwen35.adapters.triton.kernels.gdn_decode import launch_decode
 from qwen35.ports.gated_delta_rule import DecodeCall, RawGates
 from qwen35.testing.machine import versions
-from qwen35.testing.measure import cold_sets, copy_bandwidth, time_graph
+from qwen35.testing.measure import cold_sets, copy_bandwidth, time_events, time_graph
 
 WIDTH = 128
-BATCHES = (1, 8, 64, 128, 256)
+BATCHES = (1, 2, 4, 8, 64, 256)
 
 
-def tiles(item: int) -> list[DecodeConfig]:
-    """Every tile that gives a thread 16 to 64 state elements."""
+def tiles() -> list[DecodeConfig]:
+    """Every tile that gives a thread 16 to 64 state elements, with and without the hints of ``stream``."""
     return [
-        DecodeConfig(block_v=block_v, inner=128 // item, num_warps=warps)
-        for block_v in (8, 16, 32, 64, 128)
-        for warps in (1, 2, 4, 8)
-        if 16 <= block_v * WIDTH // (32 * warps) <= 64
-    ]
-
-
-def whole_rows(item: int) -> list[DecodeConfig]:
-    """Tiles of whole rows, with and without the hints that nothing is used again soon."""
-    return [
-        DecodeConfig(block_v=block_v, inner=WIDTH, num_warps=warps, read_once=read_once, write_once=write_once)
+        DecodeConfig(block_v=block_v, inner=inner, num_warps=warps, stream=stream)
         for block_v in (4, 8, 16, 32)
-        for warps in (1, 2, 4)
-        if 32 <= block_v * WIDTH * item // (32 * warps) <= 256
-        for read_once in (True, False)
-        for write_once in (True, False)
+        for inner in (64, 128)
+        for warps in (1, 2)
+        for stream in (True, False)
+        if 16 <= block_v * WIDTH // (32 * warps) <= 64
     ]
 
 
@@ -71,46 +63,40 @@ def calls(batch: int, heads: int, key_heads: int, state_dtype: torch.dtype) -> l
     return made
 
 
-def time_tile(made: list[DecodeCall], tile: DecodeConfig) -> float:
-    """Microseconds of one call."""
+def alone(call: Callable[[], object]) -> float:
+    """Microseconds of one call, the only one of its graph, with the L2 flushed before each replay."""
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    taken = time_events([graph.replay], torch.device("cuda"), repeats=40, rounds=1).median_us
+    graph.reset()
+    return taken
+
+
+def time_tile(made: list[DecodeCall], tile: DecodeConfig) -> dict[str, float]:
+    """Microseconds of one call, in a row with others and alone."""
     out = torch.empty_like(made[0].v)
     thunks = [partial(launch_decode, call, out, tile) for call in made]
-    return time_graph(thunks, torch.device("cuda"), replays=10).median_us
+    return {"in a row": time_graph(thunks, torch.device("cuda"), replays=10).median_us, "alone": alone(thunks[0])}
 
 
 def sweep(
-    state_dtype: torch.dtype, heads: int, key_heads: int, ceiling: float, console: Console
+    state_dtype: torch.dtype, heads: int, key_heads: int, console: Console
 ) -> list[dict[str, object]]:
     """Time every tile at every batch."""
     inputs = {batch: calls(batch, heads, key_heads, state_dtype) for batch in BATCHES}
-    rows: list[tuple[DecodeConfig, dict[int, float]]] = []
-
-    def add(tile: DecodeConfig) -> None:
-        if all(tile != known for known, _ in rows):
-            rows.append((tile, {batch: time_tile(inputs[batch], tile) for batch in BATCHES}))
-
-    for tile in (*tiles(state_dtype.itemsize), *whole_rows(state_dtype.itemsize)):
-        add(tile)
-    table = Table(
-        "block_v",
-        "inner",
-        "warps",
-        "read once",
-        "write once",
-        *(f"B={b} us (%)" for b in BATCHES),
-        title=str(state_dtype),
-    )
-    for tile, times in sorted(rows, key=lambda row: row[1][BATCHES[-1]]):
+    rows = [(tile, {batch: time_tile(inputs[batch], tile) for batch in BATCHES}) for tile in tiles()]
+    table = Table("block_v", "inner", "warps", "stream", *(f"B={b} us" for b in BATCHES), title=str(state_dtype))
+    for tile, times in sorted(rows, key=lambda row: row[1][BATCHES[-1]]["in a row"]):
         cells: list[str | Text] = []
         for batch, taken in times.items():
-            floor = 2 * batch * heads * WIDTH * WIDTH * state_dtype.itemsize / ceiling * 1e6
             chosen = "*" if tile == decode_config(WIDTH, WIDTH, state_dtype.itemsize, batch * heads) else ""
-            best = min(t[batch] for _, t in rows)
-            style = "bold green" if taken == best else ""
-            cells.append(Text(f"{taken:.1f} ({100 * floor / taken:.0f}){chosen}", style=style))
-        table.add_row(
-            str(tile.block_v), str(tile.inner), str(tile.num_warps), str(tile.read_once), str(tile.write_once), *cells
-        )
+            best = min(t[batch]["in a row"] for _, t in rows)
+            style = "bold green" if taken["in a row"] == best else ""
+            cells.append(Text(f"{taken['in a row']:.1f}, {taken['alone']:.1f}{chosen}", style=style))
+        table.add_row(str(tile.block_v), str(tile.inner), str(tile.num_warps), str(tile.stream), *cells)
     console.print(table)
     return [{"state": str(state_dtype), "heads": heads, "tile": asdict(tile), "us": times} for tile, times in rows]
 
@@ -124,10 +110,10 @@ def main() -> None:
     torch.manual_seed(0)
     console = Console(width=140)
     ceiling = copy_bandwidth(torch.device("cuda"))
-    console.print(f"copy ceiling {ceiling / 1e12:.2f} TB/s; (percent of it); * what decode_config chooses")
+    console.print(f"copy ceiling {ceiling / 1e12:.2f} TB/s; * what decode_config chooses")
     results = []
     for dtype in (torch.float32, torch.bfloat16):
-        results += sweep(dtype, options.heads, options.key_heads, ceiling, console)
+        results += sweep(dtype, options.heads, options.key_heads, console)
     options.out.mkdir(parents=True, exist_ok=True)
     payload = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(["python", *sys.argv]),

@@ -163,7 +163,7 @@ def test_a_decode_that_comes_again_is_launched_with_the_same_arguments(
         "scale": 0.25, "q_row": KEY_HEADS * 128, "q_head": 128, "v_row": HEADS * 128, "gate_row": HEADS,
         "out_row": HEADS * 128, "out_head": 128, "slot_stride": HEADS * 128 * 128, "HV": HEADS,
         "RATIO": HEADS // KEY_HEADS, "K": 128, "V": 128, "INNER": config.inner, "PIECES": 128 // config.inner,
-        "BLOCK_V": config.block_v, "RAW": raw, "READ_ONCE": config.read_once, "WRITE_ONCE": config.write_once,
+        "BLOCK_V": config.block_v, "RAW": raw, "STREAM": config.stream,
     }  # fmt: skip
     assert {name: named[name] for name in expected} == expected
     for name, tensor in (("q", call.q), ("states", call.states), ("out", out), ("write_slots", call.write_slots)):

@@ -8,13 +8,14 @@ from functools import cache
 #: Tokens of one chunk of the chunked form, and so the multiple that checkpoints must have.
 CHUNK = 64
 
-#: State elements of one program of decode, by bytes of an element, for a single warp: 64 bytes a thread in float32 and
-#: 128 in bfloat16. On an H200 best or within a few percent of it at every batch from 1 to 256
-#: (benchmarks/results/decode_tiles.json).
-_DECODE_ELEMENTS = {4: 512, 2: 2048}
-#: States (rows times value heads) from which a decode is bound by memory alone. Larger tiles of float32 then come
-#: nearer to the ceiling, and keeping out of L2 what is read and written once no longer helps (the same file).
-_MANY_STATES, _MANY_STATES_ELEMENTS = 8192, 1024
+#: State elements of one program of decode, which is one warp: 64 a thread. On an H200 best or within a few percent of
+#: it from 8 rows on (benchmarks/results/decode_tiles.json).
+_DECODE_ELEMENTS = 2048
+#: Columns of a piece in float32: lanes share a row in groups of sixteen. It is the same for few states and for many, so
+#: that a row's result does not depend on the size of its batch.
+_DECODE_COLUMNS = 64
+#: States (rows times value heads) of float32 below which that tile makes too few programs to hide a load's latency.
+_FEW_STATES, _FEW_STATES_ELEMENTS = 128, 512
 #: State elements of one program of verify, which keeps them from token to token, and bytes of them that one thread
 #: holds.
 _VERIFY_ELEMENTS, _VERIFY_THREAD_BYTES = 1024, 64
@@ -31,15 +32,14 @@ _TWO_STAGES_BYTES = 174 * 1024
 class DecodeConfig:
     """Tile of the token-by-token kernels: ``block_v`` rows of the state, read as pieces of ``inner`` elements.
 
-    ``read_once`` marks the state's loads as evict-first and ``write_once`` its stores as streaming, so that they do not
-    push anything else out of L2.
+    ``stream`` marks the state's loads as evict-first and its stores as streaming: what is written then leaves L2 during
+    the call, and not at the cost of the next one.
     """
 
     block_v: int
     inner: int
     num_warps: int
-    read_once: bool = True
-    write_once: bool = True
+    stream: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,19 +62,20 @@ def power_of_two(size: int) -> int:
 
 
 def decode_config(key_width: int, value_width: int, state_bytes: int, states: int) -> DecodeConfig:
-    """The tile of decode: whole rows of the state, whose elements have ``state_bytes`` bytes.
+    """The tile of decode: whole rows of a state whose elements have ``state_bytes`` bytes.
 
     ``states``: rows of the batch times value heads.
     """
-    return _decode_config(key_width, value_width, state_bytes, state_bytes == 4 and states >= _MANY_STATES)
+    return _decode_config(key_width, value_width, state_bytes == 4, states < _FEW_STATES)
 
 
 @cache
-def _decode_config(key_width: int, value_width: int, state_bytes: int, many: bool) -> DecodeConfig:
+def _decode_config(key_width: int, value_width: int, float32: bool, few: bool) -> DecodeConfig:
     row = power_of_two(key_width)
-    elements = _MANY_STATES_ELEMENTS if many else _DECODE_ELEMENTS[state_bytes]
+    elements = _FEW_STATES_ELEMENTS if float32 and few else _DECODE_ELEMENTS
     block_v = min(max(elements // row, 1), power_of_two(value_width))
-    return DecodeConfig(block_v=block_v, inner=row, num_warps=1, read_once=not many, write_once=not many)
+    inner = min(row, _DECODE_COLUMNS) if float32 else row
+    return DecodeConfig(block_v=block_v, inner=inner, num_warps=1, stream=few or not float32)
 
 
 @cache

@@ -23,13 +23,12 @@ def decode_kernel(
     q, k, v, gate, beta, A_log, dt_bias, states, slots, write_slots, out, scale,
     q_row, q_head, k_row, k_head, v_row, v_head, gate_row, beta_row, out_row, out_head, slot_stride,
     HV: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr,
-    INNER: tl.constexpr, BLOCK_V: tl.constexpr, RAW: tl.constexpr, READ_ONCE: tl.constexpr,
-    WRITE_ONCE: tl.constexpr,
+    INNER: tl.constexpr, BLOCK_V: tl.constexpr, RAW: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_V rows of the state of one value head of one batch row.
 
-    The rows are read in PIECES of INNER columns, so that lanes share a row in groups of eight and most of the
-    sum over K stays inside a thread.
+    The rows are read in PIECES of INNER columns, so that fewer lanes share a row and more of the sum over K stays
+    inside a thread.
     """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
@@ -51,14 +50,14 @@ def decode_kernel(
 
     tile = head * (V * K) + rows[:, None] * K + columns[None, :]
     state = load_pieces(
-        states + slot * slot_stride + tile, columns[None, :], in_v[:, None], K, INNER, PIECES, READ_ONCE
+        states + slot * slot_stride + tile, columns[None, :], in_v[:, None], K, INNER, PIECES, STREAM
     )
     state, o = delta_step(state, q_raw, k_raw, v_raw, scale, tl.exp(g), b, PIECES)
     o = tl.where(live, o, 0.0)
     tl.store(out + row * out_row + head * out_head + rows, rounded(o, out.dtype.element_ty), mask=rows < V)
     store_pieces(
         states + target * slot_stride + tile, state, columns[None, :], in_v[:, None] & (target >= 0),
-        K, INNER, PIECES, WRITE_ONCE,
+        K, INNER, PIECES, STREAM,
     )  # fmt: skip
 
 
@@ -80,10 +79,10 @@ class DecodeLaunch:
             scale_of(call.scale, key_width), *call.q.stride()[:2], *call.k.stride()[:2], *call.v.stride()[:2],
             gate.stride(0), beta.stride(0), *out_strides, call.states.stride(0),
         )  # fmt: skip
-        #: HV, RATIO, K, V, PIECES, INNER, BLOCK_V, RAW, READ_ONCE, WRITE_ONCE
+        #: HV, RATIO, K, V, PIECES, INNER, BLOCK_V, RAW, STREAM
         constants = (
             heads, heads // key_heads, key_width, value_width, power_of_two(key_width) // config.inner, config.inner,
-            config.block_v, self._raw, config.read_once, config.write_once,
+            config.block_v, self._raw, config.stream,
         )  # fmt: skip
         grid = batch * heads * -(-value_width // config.block_v), 1, 1
         self._launch = KeptLaunch(decode_kernel, grid, (*scalars, *constants), num_warps=config.num_warps, num_stages=1)
