@@ -150,6 +150,24 @@ def test_a_chain_over_float32_writes_the_callers_rows_directly() -> None:
     assert "scatter_nodes" not in bed.rows.launches
 
 
+@pytest.mark.parametrize("size", [5, 9])
+def test_of_a_float32_pool_with_gaps_verify_is_given_two_slots_whatever_its_size(size: int) -> None:
+    """The kernel is compiled for such a pool's shape, kept without it, and reads slots past the two all the same."""
+    bed = Bed(F32)
+    dense = bed.verify([size - 1, -1, 0], states=bed.randn(size, HV, W, W, dtype=F32))
+    gaps = torch.full((size, HV * W * W + 16), float("nan"))
+    pool = gaps[:, : HV * W * W].view(size, HV, W, W).copy_(dense.states)
+    paged = replace(dense, states=pool, intermediates=dense.intermediates.clone())
+    want, got = bed.adapter.verify(dense), bed.adapter.verify(paged)
+    given = bed.fake.latest("mtp")["initial_state"]
+    assert given.shape == (2, HV, W, W)
+    assert (given.data_ptr(), given.stride()) == (pool.data_ptr(), pool.stride()), "a view: slots are where they were"
+    assert torch.equal(want, got), f"seed {bed.seed}"
+    live = [0, 2]
+    assert torch.equal(dense.intermediates[live], paged.intermediates[live]), f"seed {bed.seed}"
+    assert [arguments["initial_state"].shape[0] for _, arguments in bed.fake.calls] == [size, 2]
+
+
 @pytest.mark.parametrize("reason", ["rows", "nodes", "bfloat16", "int64"])
 @pytest.mark.row("D24")
 @pytest.mark.row("D25")

@@ -214,6 +214,27 @@ def test_sequences_past_the_grid_of_the_chunked_prefill_are_refused() -> None:
     assert "S*HV of at most 65535" in "; ".join(bed.adapter.supports(call).reasons)
 
 
+@pytest.mark.parametrize("short", [1, 0], ids=["one token short", "2**31"])
+def test_chunk_states_of_2_to_the_31_elements_are_refused_and_one_chunk_less_is_not(short: int) -> None:
+    """65,536 chunks of the smallest states here. The tokens are one, seen that many times: none of it is in memory."""
+    bed, length = Bed(), 64 * (2**31 // (HV * W * W) - 1) - short
+    one = bed.tokens(1)
+    gates = one["gates"]
+    many = {name: one[name].expand(length, -1, -1) for name in ("q", "k", "v")}
+    call = ExtendCall(
+        **many, gates=replace(gates, a=gates.a.expand(length, -1), b=gates.b.expand(length, -1)), states=one["states"],
+        slots=slots(1), cu_seqlens=slots(0, length),
+    )  # fmt: skip
+    said = () if short else ("extend requires chunks*HV*V*K below 2**31, got 2147483648",)
+    assert bed.adapter.supports(call).reasons == said
+    if said:
+        before = call.states.clone()
+        with pytest.raises(UnsupportedError, match=r"chunks\*HV\*V\*K below 2\*\*31"):
+            bed.adapter.extend(call)
+        assert torch.equal(call.states, before)
+        assert not bed.fake.calls
+
+
 @pytest.mark.case("C8")
 def test_rows_past_the_packed_grid_take_the_recurrent_kernel() -> None:
     bed = Bed()
