@@ -265,6 +265,34 @@ def test_a_workspace_ends_with_the_last_service_that_holds_it() -> None:
 
 
 @pytest.mark.row("A15")
+@pytest.mark.row("A21")
+def test_a_workspace_that_is_being_prepared_outlives_the_other_service_that_closes_meanwhile() -> None:
+    fake, closing = FakeFusion(), []
+
+    class Interleaved(WorkspaceRegistry):
+        """Lets another thread close what it is told to, as soon as a workspace has been found."""
+
+        def obtain(self, *args: Any, **named: Any) -> Any:
+            found = super().obtain(*args, **named)
+            for other in closing:
+                thread = threading.Thread(target=other.close)
+                thread.start()
+                thread.join()
+            return found
+
+    workspaces, c = Interleaved(), case()
+    first, second = (service(fake, workspaces=workspaces) for _ in range(2))
+    first.prepare(signature())
+    closing.append(first)
+    second.prepare(signature())
+    assert not fake.made[0].destroyed
+    second.all_reduce(c.local(0), c.residual(), c.gamma())
+    second.close()
+    assert fake.made[0].destroyed
+    assert len(fake.made) == 1
+
+
+@pytest.mark.row("A15")
 def test_who_held_a_workspace_that_is_gone_does_not_end_the_next() -> None:
     fake, workspaces = FakeFusion(), WorkspaceRegistry()
     old, new = (service(fake, workspaces=workspaces) for _ in range(2))

@@ -119,9 +119,8 @@ class FinalizeService:
             return adapter.prepare(adapter.capabilities.within(asked))
 
         self._workspace = self._workspaces.obtain(
-            signature, agreement, create, self._requested, against, self._checked
+            signature, agreement, create, self._requested, against, self._checked, holder=self
         )
-        self._workspaces.hold(self)
         self._agreement = agreement
 
     def supports(self, m: int) -> Support:

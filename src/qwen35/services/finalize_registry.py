@@ -93,14 +93,15 @@ class WorkspaceRegistry:
     def obtain(
         self, signature: WorkspaceSignature, agreement: Agreement,
         create: Callable[[WorkspaceSignature], FusionWorkspace], adapter: str = "auto",
-        against: Qwen35Error | None = None, checked: bool = False,
+        against: Qwen35Error | None = None, checked: bool = False, holder: object | None = None,
     ) -> FusionWorkspace:  # fmt: skip
         """The live workspace where it, or what it was made upon, covers ``signature``, else one made by ``create``;
         alike on all ranks.
 
         Every rank of the group calls this together, one that wants none calls ``decline``. ``adapter`` names one, or
         "auto"; ``against`` is why this rank cannot have any, which it raises once the others know; ``checked`` whether
-        its calls are exchanged before they are launched, which all ranks do or none. Raises
+        its calls are exchanged before they are launched, which all ranks do or none. The workspace is found or made and
+        held for ``holder`` (None: for nobody) in one step: until it leaves no other holder's leaving ends it. Raises
         ``SignatureError`` (another workspace is live), ``CaptureError`` (nothing is created during capture),
         ``AgreementError`` (the ranks ask for different things), ``CreationError`` (now, or remembered).
         """
@@ -109,9 +110,10 @@ class WorkspaceRegistry:
             refusal = against or self._refusal(signature, adapter)
             ready = refusal is None and live is not None
             _agree(agreement.exchange(_record(signature, adapter, refusal, ready, checked)), refusal)
-            if live is not None:
-                return live
-            return self._create(signature, agreement, create, adapter)
+            found = self._create(signature, agreement, create, adapter) if live is None else live
+            if holder is not None:
+                self._holders.add(id(holder))
+            return found
 
     def decline(self, signature: WorkspaceSignature, agreement: Agreement, adapter: str) -> None:
         """Tell the ranks that this one wants no workspace; ``adapter`` is the word for that, in place of a name.
@@ -122,11 +124,6 @@ class WorkspaceRegistry:
             records = agreement.exchange(_record(signature, adapter, None, ready=False))
             if any(record["asked"]["adapter"] != adapter for record in records):
                 _agree(records, None)
-
-    def hold(self, holder: object) -> None:
-        """Keep the live workspace until ``holder`` leaves."""
-        with self._lock:
-            self._holders.add(id(holder))
 
     def leave(self, holder: object) -> None:
         """``holder`` is done with the live workspace; with its last holder it is released."""
