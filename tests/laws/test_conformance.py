@@ -120,6 +120,29 @@ def test_what_the_adapter_declines_is_counted_and_not_a_failure() -> None:
     assert "decode requires one row" in order.reason
 
 
+class PlansNothing(Plain):
+    """Serves every call, and declines every plan, as a kernel does that serves one phase of what a plan covers."""
+
+    def prepare(self, plan: Any) -> None:
+        raise UnsupportedError("plan", ["extend requires wide rows"])
+
+
+class PlansNothingSilently(Plain):
+    """Likewise, and does not say why."""
+
+    def prepare(self, plan: Any) -> None:
+        raise UnsupportedError("plan", [])
+
+
+def test_a_declined_plan_is_a_refusal_with_a_reason() -> None:
+    law = "verify: an option is honoured or refused with a reason"
+    report = by_law(PlansNothing, Clause.REFUSAL)[law]
+    assert (report.status, report.refused) == (LawStatus.PASSED, 0)
+    silent = by_law(PlansNothingSilently, Clause.REFUSAL)[law]
+    assert silent.status is LawStatus.FAILED
+    assert "a refusal needs a reason" in silent.reason
+
+
 class ServesFew(Plain):
     """As a kernel package without a null slot on a GPU: a few combinations of dtypes, gates and views only."""
 

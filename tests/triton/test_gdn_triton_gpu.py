@@ -12,7 +12,7 @@ from torch import Tensor
 
 from device_kernels import kernels
 from qwen35.adapters.triton.gated_delta_rule import TritonGatedDeltaRule
-from qwen35.domain.errors import CaptureError
+from qwen35.domain.errors import CaptureError, UnsupportedError
 from qwen35.domain.geometry import GdnGeometry
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
@@ -188,6 +188,16 @@ def test_what_is_larger_than_planned_is_refused_inside_capture(prepared: TritonG
     refused(calls.decode(ROWS + 1), prepared.decode, "not covered")
     refused(calls.extend(TOKENS + 1), prepared.extend, "not covered")
     refused(calls.verify(DRAFT + 1), prepared.verify, "not covered")
+
+
+def test_a_plan_whose_tokens_cannot_be_extended_is_refused_and_not_kept(
+    bare: TritonGatedDeltaRule, calls: Calls
+) -> None:
+    odd = replace(calls.plan.geometry, key_width=24, value_width=40)
+    with pytest.raises(UnsupportedError, match="key width that is a multiple of 16, got 24"):
+        bare.prepare(replace(calls.plan, geometry=odd))
+    assert bare.scratch_bytes == 0
+    bare.prepare(replace(calls.plan, geometry=odd, max_tokens=0))
 
 
 def test_unaligned_tokens_are_captured_once_they_were_seen(prepared: TritonGatedDeltaRule, calls: Calls) -> None:

@@ -117,7 +117,10 @@ class TritonGatedDeltaRule:
         """
         self._require_open()
         support = plan_support(self.capabilities, plan)
-        reasons = (*support.reasons, *_width_reasons(plan.geometry.key_width))
+        g = plan.geometry
+        reasons = (*support.reasons, *_width_reasons(g.key_width))
+        if plan.max_tokens and not self._interpreted:
+            reasons += _product_reasons(plan.token_dtype, g.key_width, g.value_width)
         if reasons:
             raise UnsupportedError("plan for the Triton gated delta rule", reasons)
         if capturing(plan.device):
@@ -133,7 +136,7 @@ class TritonGatedDeltaRule:
         reasons = list(call_support(self.capabilities, call).reasons)
         reasons += _width_reasons(call.states.shape[-1])
         if isinstance(call, ExtendCall) and not self._interpreted:
-            reasons += _product_reasons(call)
+            reasons += _product_reasons(call.q.dtype, call.q.shape[-1], call.v.shape[-1])
         if isinstance(call, VerifyCall | CommitCall):
             got = dtype_name(call.intermediates.dtype)
             if got not in _STATE_DTYPES:
@@ -284,14 +287,13 @@ def _output(v: Tensor, out: Tensor | None) -> Tensor:
     return torch.empty_like(v, memory_format=torch.contiguous_format) if out is None else out
 
 
-def _product_reasons(call: ExtendCall) -> tuple[str, ...]:
+def _product_reasons(token_dtype: torch.dtype, key_width: int, value_width: int) -> tuple[str, ...]:
     """Dense rows of bfloat16 tokens must start at 16 bytes; see ``TritonGatedDeltaRule._aligned``."""
-    if call.q.dtype is not torch.bfloat16:
+    if token_dtype is not torch.bfloat16:
         return ()
-    widths = {"key width": call.q.shape[-1], "value width": call.v.shape[-1]}
     return tuple(
         f"extend of bfloat16 tokens requires a {name} that is a multiple of 16, got {width}"
-        for name, width in widths.items()
+        for name, width in (("key width", key_width), ("value width", value_width))
         if width % 16
     )
 
