@@ -20,8 +20,8 @@ _SCALARS = ["gate", "beta", "A_log", "dt_bias", "slots", "write_slots"]
 
 @triton.jit(do_not_specialize=["gate_row", "beta_row"], do_not_specialize_on_alignment=_SCALARS)
 def decode_kernel(
-    q, k, v, gate, beta, A_log, dt_bias, states, slots, write_slots, out, scale,
-    q_row, q_head, k_row, k_head, v_row, v_head, gate_row, beta_row, out_row, out_head, slot_stride,
+    q, k, v, gate, beta, A_log, dt_bias, states, slots, write_slots, out,
+    q_row, q_head, k_row, k_head, v_row, v_head, gate_row, beta_row, out_row, out_head, slot_stride, scale,
     HV: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr,
     INNER: tl.constexpr, BLOCK_V: tl.constexpr, RAW: tl.constexpr, STREAM: tl.constexpr,
 ):  # fmt: skip
@@ -35,30 +35,28 @@ def decode_kernel(
     head = pid // BLOCKS % HV
     row = (pid // (BLOCKS * HV)).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
-    target = slot
-    if write_slots is not None:
-        target = tl.load(write_slots + row).to(tl.int64)
     live = slot >= 0
 
     columns = tl.arange(0, INNER)
     rows = pid % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = (rows < V) & live
+    at = states + slot * slot_stride + head * (V * K) + rows[:, None] * K + columns[None, :]
     q_raw = load_pieces(q + row * q_row + head // RATIO * q_head + columns, columns, live, K, INNER, PIECES, False)
     k_raw = load_pieces(k + row * k_row + head // RATIO * k_head + columns, columns, live, K, INNER, PIECES, False)
     v_raw = tl.load(v + row * v_row + head * v_head + rows, mask=in_v, other=0.0).to(tl.float32)
     g, b = load_gates(gate, beta, A_log, dt_bias, row * gate_row + head, row * beta_row + head, head, live, RAW)
+    alpha = tl.exp(g)
 
-    tile = head * (V * K) + rows[:, None] * K + columns[None, :]
-    state = load_pieces(
-        states + slot * slot_stride + tile, columns[None, :], in_v[:, None], K, INNER, PIECES, STREAM
-    )
-    state, o = delta_step(state, q_raw, k_raw, v_raw, scale, tl.exp(g), b, PIECES)
+    state = load_pieces(at, columns[None, :], in_v[:, None], K, INNER, PIECES, STREAM)
+    state, o = delta_step(state, q_raw, k_raw, v_raw, scale, alpha, b, PIECES)
     o = tl.where(live, o, 0.0)
     tl.store(out + row * out_row + head * out_head + rows, rounded(o, out.dtype.element_ty), mask=rows < V)
-    store_pieces(
-        states + target * slot_stride + tile, state, columns[None, :], in_v[:, None] & (target >= 0),
-        K, INNER, PIECES, STREAM,
-    )  # fmt: skip
+    written = in_v
+    if write_slots is not None:
+        target = tl.load(write_slots + row).to(tl.int64)
+        at = states + target * slot_stride + head * (V * K) + rows[:, None] * K + columns[None, :]
+        written = in_v & (target >= 0)
+    store_pieces(at, state, columns[None, :], written[:, None], K, INNER, PIECES, STREAM)
 
 
 class DecodeLaunch:
@@ -76,8 +74,8 @@ class DecodeLaunch:
         gate, beta, _, _, self._raw = gate_arguments(call.gates)
         self._device = call.v.device
         scalars = (
-            scale_of(call.scale, key_width), *call.q.stride()[:2], *call.k.stride()[:2], *call.v.stride()[:2],
-            gate.stride(0), beta.stride(0), *out_strides, call.states.stride(0),
+            *call.q.stride()[:2], *call.k.stride()[:2], *call.v.stride()[:2], gate.stride(0), beta.stride(0),
+            *out_strides, call.states.stride(0), scale_of(call.scale, key_width),
         )  # fmt: skip
         #: HV, RATIO, K, V, PIECES, INNER, BLOCK_V, RAW, STREAM
         constants = (
