@@ -69,7 +69,7 @@ def compared(first: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """One row: what ``run`` was, how far it is from ``first``, and its own figures."""
     kept = (
         "tag", "command", "plugin", "settings", "engine", "start_s", "bench", "stress", "kernels_by_rank", "counters",
-        "accepted",
+        "accepted", "samples", "device_steps",
     )  # fmt: skip
     row: dict[str, Any] = {name: run[name] for name in kept if name in run}
     row["prompt_logprobs"] = difference(first["prompt_logprobs"], run["prompt_logprobs"])

@@ -1,11 +1,13 @@
-"""Cores of their own for the engine that is timed, the same for every engine, so that the host's pace is the same.
+"""The host to itself for the engine that is timed, on the same cores for every engine, so that the pace is the same.
 
-Idle engines poll: one that is timed on whatever cores the system finds differs from itself by half at one row.
+Idle engines poll: beside others, on whatever cores the system finds, an engine differs from itself by half at one row.
+So all but one are stopped.
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -28,7 +30,7 @@ def by_core(cores: Iterable[int], topology: Path = TOPOLOGY) -> list[int]:
 
 
 def halves(cores: Iterable[int]) -> tuple[set[int], set[int]]:
-    """Cores of the engine that is timed, and of the others; both all of them where there is one."""
+    """Cores of the engine that is timed, and the rest; both all of them where there is one."""
     ordered = by_core(cores)
     half = len(ordered) // 2
     return (set(ordered[:half]), set(ordered[half:])) if half else (set(ordered), set(ordered))
@@ -61,21 +63,37 @@ def move(processes: Iterable[int], cores: set[int]) -> None:
                 continue
 
 
+def tell(processes: Iterable[int], what: signal.Signals) -> None:
+    """Send ``what`` to those that are still there."""
+    for process in processes:
+        try:
+            os.kill(process, what)
+        except ProcessLookupError:
+            continue
+
+
 class Cores:
-    """Gives one of several sessions, by the process that leads it, half of the cores, and the others the rest."""
+    """Lets one of several sessions, by the process that leads it, run at a time, all on the same half of the cores."""
 
     def __init__(self, leaders: Iterable[int]) -> None:
-        self._timed, self._others = halves(os.sched_getaffinity(0))
+        timed, _ = halves(os.sched_getaffinity(0))
         self._sessions = {leader: session(leader) for leader in leaders}
         self._latest: int | None = None
         for processes in self._sessions.values():
-            move(processes, self._others)
+            move(processes, timed)
+            tell(processes, signal.SIGSTOP)
 
-    def give(self, leader: int) -> None:
-        """To ``leader``'s session, taken from the one that had them."""
+    def give(self, leader: int) -> bool:
+        """To ``leader``'s session; the one that had them stops. False where it has them already."""
         if leader == self._latest:
-            return
+            return False
         if self._latest is not None:
-            move(self._sessions[self._latest], self._others)
-        move(self._sessions[leader], self._timed)
+            tell(self._sessions[self._latest], signal.SIGSTOP)
+        tell(self._sessions[leader], signal.SIGCONT)
         self._latest = leader
+        return True
+
+    def release(self) -> None:
+        """Let all of them run."""
+        for processes in self._sessions.values():
+            tell(processes, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""What is seen of an engine from outside: its kernels by name, and our counters on its metrics endpoint."""
+"""What is seen of an engine from outside: its kernels by name and time, and our counters on its metrics endpoint."""
 
 from __future__ import annotations
 
@@ -9,24 +9,50 @@ import os
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from engine_model import prompts, vocabulary_of
 
+Row = dict[str, Any]
+
 
 def profile(engine: Any, args: argparse.Namespace, ranks: int) -> dict[str, dict[str, dict[str, int]]]:
     """Names and launches of the kernels of a batch on each rank, those inside replayed CUDA graphs apart."""
+    found = traced(engine, prompts(vocabulary_of(args.model)), 24, ranks)
+    return {rank: launches(kernels) for rank, kernels in found.items()}
+
+
+def steps_of(engine: Any, args: argparse.Namespace) -> Callable[..., Row]:
+    """What the first rank's device does in a decode step of a batch; see ``replays``."""
+    vocabulary = vocabulary_of(args.model)
+
+    def device(batch: int, length: int, new: int, seed: int) -> Row:
+        (kernels, *_) = traced(engine, prompts(vocabulary, (length,) * batch, seed), new, ranks=1).values()
+        return replays(kernels)
+
+    return device
+
+
+def traced(engine: Any, ids: list[list[int]], new: int, ranks: int) -> dict[str, list[Row]]:
+    """The kernels of one generation, by rank."""
     with tempfile.TemporaryDirectory() as folder:
         engine.start_profile(output_dir=folder, activities=["GPU"])
-        params = {"temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True}
-        engine.generate(input_ids=prompts(vocabulary_of(args.model)), sampling_params=params)
+        engine.generate(input_ids=ids, sampling_params={"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True})
         engine.stop_profile()
         deadline = time.monotonic() + 60
-        while len(traces := list(Path(folder).rglob("*.trace.json.gz"))) < ranks and time.monotonic() < deadline:
-            time.sleep(0.5)
-        time.sleep(2)  # until the writers are done
-        return {rank_of(trace.name): launches(trace) for trace in sorted(traces)}
+        found: dict[str, list[Row]] = {}
+        while len(found) < ranks and time.monotonic() < deadline:
+            time.sleep(0.25)
+            for trace in set(Path(folder).rglob("*.trace.json.gz")):
+                try:
+                    events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+                except (EOFError, OSError, ValueError):  # it is still being written
+                    continue
+                found[rank_of(trace.name)] = [event for event in events if event.get("cat") == "kernel"]
+        return dict(sorted(found.items()))
 
 
 def rank_of(trace: str) -> str:
@@ -34,17 +60,42 @@ def rank_of(trace: str) -> str:
     return f"TP-{trace.partition('-TP-')[2].partition('.')[0].partition('-')[0] or '0'}"
 
 
-def launches(trace: Path) -> dict[str, dict[str, int]]:
-    """Kernels by name in one rank's trace, most often launched first.
+def launches(kernels: list[Row]) -> dict[str, dict[str, int]]:
+    """Kernels by name, most often launched first.
 
     All kernels of one replay carry its correlation id, a kernel that was launched alone has one of its own.
     """
-    kernels = [e for e in json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"] if e.get("cat") == "kernel"]
     at_once = Counter(event["args"]["correlation"] for event in kernels)
     names: dict[str, Counter[str]] = {"graph": Counter(), "eager": Counter()}
     for event in kernels:
         names["graph" if at_once[event["args"]["correlation"]] > 1 else "eager"][event["name"]] += 1
     return {where: dict(found.most_common()) for where, found in names.items()}
+
+
+def replays(kernels: list[Row]) -> Row:
+    """The replayed graphs of one size, as decode steps of one batch are: microseconds, each the median over them.
+
+    ``span_us`` from the first kernel's start to the last one's end, ``kernels_us`` the sum of the kernels' own times,
+    and that sum by name, the largest ten.
+    """
+    graphs: dict[int, list[Row]] = {}
+    for event in kernels:
+        graphs.setdefault(event["args"]["correlation"], []).append(event)
+    sizes = Counter(len(graph) for graph in graphs.values() if len(graph) > 1)
+    if not sizes:
+        return {"replays": 0}
+    size = sizes.most_common(1)[0][0]
+    steps = [graph for graph in graphs.values() if len(graph) == size]
+    by_name = [Counter[str]() for _ in steps]
+    for names, step in zip(by_name, steps, strict=True):
+        for event in step:
+            names[event["name"]] += event["dur"]
+    medians = Counter({name: median(names[name] for names in by_name) for name in set().union(*by_name)})
+    return {
+        "replays": len(steps), "kernels": size,
+        "span_us": median(max(e["ts"] + e["dur"] for e in step) - min(e["ts"] for e in step) for step in steps),
+        "kernels_us": median(sum(e["dur"] for e in step) for step in steps), "by_name": dict(medians.most_common(10)),
+    }  # fmt: skip
 
 
 def counters() -> dict[str, float]:

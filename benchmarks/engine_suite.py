@@ -135,6 +135,7 @@ def run_in_turn(
         if result.is_file():
             medians = {measure: statistics.median(values) for measure, values in samples.items()}
             whole = json.loads(result.read_text()) | {"samples": samples, "bench": medians}
+            whole["device_steps"] = turns.device_steps.get(name, {})
             result.write_text(json.dumps(whole, indent=1))
     return failures
 

@@ -12,6 +12,7 @@ Row = dict[str, Any]
 def engines_table(report: Row) -> str:
     """A row an engine against the first; columns that no engine fills are left out."""
     first, ratios = report["against"], next((r["throughput_ratio"] for r in report["rows"] if r.get("bench")), {})
+    steps = [(name, found["span_us"]) for name, found in report["rows"][0].get("device_steps", {}).items()]
     columns: list[tuple[str, Callable[[Row], str]]] = [
         (f"prompt log-probabilities from {first}'s, mean (largest)", lambda row: _apart(row.get("prompt_logprobs"))),
         ("leading ids as there", _ids),
@@ -22,12 +23,15 @@ def engines_table(report: Row) -> str:
         ("drafts verified, tokens", _accepted),
         ("divergences counted", lambda row: str(row.get("divergences", ""))),
         *((name.replace(" tokens/s", ""), _ratio(name)) for name in ratios),
+        *((name.replace("decode tokens/s", "device's part of a decode"), _device(name, us)) for name, us in steps),
         ("our calls counted", lambda row: _calls(row.get("counters", {}))),
     ]  # fmt: skip
     used = [column for column in columns if any(column[1](row) for row in report["rows"])]
     spread = any(f["low"] != f["high"] for row in report["rows"] for f in row.get("throughput_ratio", {}).values())
     how = "round by round: the median (quartiles)" if spread else "of each engine's own median"
-    lines = [_caption(report, f"Ratios are of tokens a second, {how}." if ratios else "")]
+    device = " The device's part: from the first kernel to the last of a replayed step, and how many times as fast."
+    about = f"Ratios are of tokens a second, {how}.{device if steps else ''}"
+    lines = [_caption(report, about if ratios else "")]
     lines += ["", f"| engine | {' | '.join(name for name, _ in used)} |", "| --- " * (len(used) + 1) + "|"]
     lines += [f"| {row['tag']} | {' | '.join(cell(row) for _, cell in used)} |" for row in report["rows"]]
     lines += [f"- not there: {name}" for name in report.get("missing", ())]
@@ -103,6 +107,14 @@ def _ratio(name: str) -> Callable[[Row], str]:
             return ""
         spread = "" if found["low"] == found["high"] else f" ({found['low']:.2f} to {found['high']:.2f})"
         return f"{found['median']:.2f}{spread}"
+
+    return cell
+
+
+def _device(name: str, first_us: float) -> Callable[[Row], str]:
+    def cell(row: Row) -> str:
+        found = row.get("device_steps", {}).get(name, {}).get("span_us")
+        return "" if found is None else f"{found:.0f} us, {first_us / found:.3f}"
 
     return cell
 

@@ -1,7 +1,8 @@
 """Engines that are up together and timed in turn, so that what changes about the machine changes for all of them.
 
 The driver listens on a Unix socket. ``sglang_engine.py run --turns SOCKET`` connects when its engine is up, says its
-tag, and times the generations that it is asked for, a JSON object a line, until the driver hangs up.
+tag, and does what it is asked for, a JSON object a line, until the driver hangs up: time a generation, or say how long
+the device takes for a step of one.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -22,6 +23,8 @@ from engine_steps import Running, Step
 ROUNDS = 15
 #: The longest that one generation may take, and that an engine may take to end.
 ANSWER_S, END_S = 60.0, 60.0
+#: New tokens of the generation in which the device's part is looked at.
+DEVICE_STEPS = 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,14 +55,15 @@ MEASURES = (
 )  # fmt: skip
 
 
-def serve(path: str, tag: str, seconds: Callable[..., float]) -> None:
-    """The engine's side: answer with ``seconds(batch=, length=, new=, seed=)`` of each line."""
+def serve(path: str, tag: str, answers: Mapping[str, Callable[..., Any]]) -> None:
+    """The engine's side: of each line, answer with what ``answers`` has under its "what", given the rest."""
     with socket.socket(socket.AF_UNIX) as line:
         line.connect(path)
         with line.makefile("rw") as talk:
             tell(talk, tag)
             for asked in talk:
-                tell(talk, seconds(**json.loads(asked)))
+                given = json.loads(asked)
+                tell(talk, answers[given.pop("what")](**given))
 
 
 def tell(talk: TextIO, what: Any) -> None:
@@ -69,11 +73,13 @@ def tell(talk: TextIO, what: Any) -> None:
 
 
 class Turns:
-    """The driver's side. ``samples``: by engine and measure, one of each round."""
+    """The driver's side. ``samples``: by engine and measure, one of each round; ``device_steps``: by engine and decode
+    measure, what the engine answered."""
 
     def __init__(self, steps: Sequence[Step], path: Path, deadline: float) -> None:
         self.failures: list[dict[str, Any]] = []
         self.samples: dict[str, dict[str, list[float]]] = {}
+        self.device_steps: dict[str, dict[str, Any]] = {}
         self._talks: dict[str, TextIO] = {}
         path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as server:
@@ -103,32 +109,45 @@ class Turns:
             say(f"{tag}: up after {time.monotonic() - self._running[tag].began:.0f} s")
 
     def run(self, measures: Sequence[Measure], rounds: int, deadline: float) -> None:
-        """Every measure of every engine, round after round, on the same cores; whoever was first is last in the next
-        round."""
+        """Every measure of every engine, round after round, one engine running at a time; whoever was first is last in
+        the next round. Then the device's part of every decode."""
         cores = Cores(self._running[name].process.pid for name in self._talks)
-        for number in range(rounds + 1):
-            names = [name for name in self._running if name in self._talks]
-            for measure in measures if names else ():
-                for name in names[number % len(names) :] + names[: number % len(names)]:
-                    if name in self._talks and time.monotonic() < deadline:
-                        cores.give(self._running[name].process.pid)
-                        self._take(name, measure, number)
-
-    def _take(self, name: str, measure: Measure, number: int) -> None:
-        talk = self._talks[name]
-
-        def seconds(new: int) -> float:
-            tell(talk, {"batch": measure.batch, "length": measure.length, "new": new, "seed": number})
-            return float(json.loads(talk.readline()))
-
         try:
-            taken = measure.of(seconds)
+            for number in range(rounds + 1):
+                names = [name for name in self._running if name in self._talks]
+                for measure in measures if names else ():
+                    for name in names[number % len(names) :] + names[: number % len(names)]:
+                        self._one(cores, name, measure, number, deadline)
+            for name in [name for name in self._running if name in self._talks]:
+                for measure in measures:
+                    if measure.short:
+                        self._one(cores, name, measure, None, deadline)
+        finally:
+            cores.release()
+
+    def _one(self, cores: Cores, name: str, measure: Measure, number: int | None, deadline: float) -> None:
+        """One measure of one engine; ``number``: of the round, None for the device's part."""
+        if name not in self._talks or time.monotonic() > deadline:
+            return
+        try:
+            if cores.give(self._running[name].process.pid):
+                self._ask(name, "seconds", measure, measure.short or 1, 0)  # it slept: its caches are cold
+            if number is None:
+                found = self._ask(name, "device", measure, DEVICE_STEPS, 0)
+                self.device_steps.setdefault(name, {})[measure.name] = found
+                return
+            taken = measure.of(lambda new: float(self._ask(name, "seconds", measure, new, number)))
         except (OSError, ValueError) as error:
             self.failures.append(self._running[name].step.failed(f"{measure.name}: {error!r}"))
             del self._talks[name]
             return
         if number:
             self.samples.setdefault(name, {}).setdefault(measure.name, []).append(taken)
+
+    def _ask(self, name: str, what: str, measure: Measure, new: int, seed: int) -> Any:
+        talk = self._talks[name]
+        tell(talk, {"what": what, "batch": measure.batch, "length": measure.length, "new": new, "seed": seed})
+        return json.loads(talk.readline())
 
     def end(self) -> None:
         """Hang up, and wait for what the engines still do."""

@@ -36,7 +36,7 @@ from typing import Any
 from engine_compare import compare, say
 from engine_extras import bring_extras
 from engine_model import make_model, prompts, truth, vocabulary_of, where_and_when
-from engine_observed import counters, profile
+from engine_observed import counters, profile, steps_of
 from engine_recorder import CALLS, DIRECTORY
 from engine_shared import shared
 from engine_turns import serve
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> None:
             result["kernels_by_rank"] = profile(engine, args, ranks=int(arguments.get("tp_size", 1)))
             result["kernels"] = result["kernels_by_rank"]["TP-0"]
         if args.turns:
-            serve(args.turns, result["tag"], timed(engine, args))
+            serve(args.turns, result["tag"], {"seconds": timed(engine, args), "device": steps_of(engine, args)})
         time.sleep(2)  # a period of the metrics thread
         result["counters"] = counters()
     finally:

@@ -1,4 +1,4 @@
-"""The engine that is timed has cores of its own, and every engine has the same ones when its turn comes."""
+"""The engine that is timed has the host to itself, and every engine has the same cores when its turn comes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -46,30 +46,44 @@ def cores_of(leader: int) -> set[frozenset[int]]:
     return {frozenset(os.sched_getaffinity(thread)) for thread in threads}
 
 
-def test_every_thread_of_the_timed_tree_moves_and_moves_back(trees: list[int]) -> None:
-    timed, others = map(frozenset, halves(os.sched_getaffinity(0)))
-    if timed == others:
-        pytest.skip("one core")
+def stopped(leader: int) -> set[bool]:
+    def state(process: int) -> str:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
+
+    return {state(process) == "T" for process in session(leader)}
+
+
+def eventually(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline and not condition():
+        threading.Event().wait(0.01)
+    return condition()
+
+
+def test_one_tree_runs_at_a_time_every_thread_on_the_same_cores(trees: list[int]) -> None:
+    timed, _ = map(frozenset, halves(os.sched_getaffinity(0)))
     first, second = trees
     assert all(len(session(leader)) == 2 for leader in trees)
     cores = Cores(trees)
-    assert cores_of(first) == cores_of(second) == {others}
-    cores.give(first)
-    assert (cores_of(first), cores_of(second)) == ({timed}, {others})
-    cores.give(second)
-    assert (cores_of(first), cores_of(second)) == ({others}, {timed})
+    assert eventually(lambda: stopped(first) == stopped(second) == {True})
+    assert cores.give(first)
+    assert eventually(lambda: (stopped(first), stopped(second)) == ({False}, {True}))
+    assert not cores.give(first)
+    assert cores.give(second)
+    assert eventually(lambda: (stopped(first), stopped(second)) == ({True}, {False}))
+    assert cores_of(first) == cores_of(second) == {timed}
+    cores.release()
+    assert eventually(lambda: stopped(first) == stopped(second) == {False})
 
 
 def test_a_tree_that_ended_is_passed_over(trees: list[int]) -> None:
     cores = Cores(trees)
     os.killpg(trees[0], 9)
-    deadline = time.monotonic() + 10
-    while time.monotonic() < deadline and Path(f"/proc/{trees[0]}/status").read_text().find("zombie") < 0:
-        threading.Event().wait(0.01)
+    assert eventually(lambda: "zombie" in Path(f"/proc/{trees[0]}/status").read_text())
     cores.give(trees[0])
     cores.give(trees[1])
-    timed, _ = map(frozenset, halves(os.sched_getaffinity(0)))
-    assert cores_of(trees[1]) == {timed}
+    assert eventually(lambda: stopped(trees[1]) == {False})
+    cores.release()
 
 
 def test_threads_of_one_core_stay_together(tmp_path: Path) -> None:

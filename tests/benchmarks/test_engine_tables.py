@@ -38,6 +38,19 @@ def test_engines_are_rows_and_only_columns_that_hold_something_are_there() -> No
     assert "not there: mixed" in table
 
 
+def test_the_devices_part_of_a_step_stands_beside_tokens_a_second() -> None:
+    name = "decode tokens/s, batch 8"
+    rows = [
+        {
+            "tag": tag, "bench": {name: 1.0}, "throughput_ratio": {name: {"median": 1.0, "low": 1.0, "high": 1.0}},
+            "device_steps": {name: {"span_us": us}} if us else {},
+        } for tag, us in (("sglang", 1500.0), ("triton", 1200.0), ("cut_off", None))
+    ]  # fmt: skip
+    heads, _, *engines = cells(engines_table({**USED, "against": "sglang", "rows": rows}))
+    assert heads[1:] == ["decode, batch 8", "device's part of a decode, batch 8"]
+    assert [row[2] for row in engines] == ["1500 us, 1.000", "1200 us, 1.250", ""]
+
+
 def test_parity_shows_errors_by_adapter_and_drift_by_layer() -> None:
     def figures(value: float) -> dict[str, float]:
         return {"median": value, "max": 2 * value}
