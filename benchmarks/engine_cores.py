@@ -15,25 +15,18 @@ PROC = Path("/proc")
 TOPOLOGY = Path("/sys/devices/system/cpu")
 
 
-def by_core(cores: Iterable[int], topology: Path = TOPOLOGY) -> list[int]:
-    """``cores`` by socket and core, so that the two threads of one core are neighbours; as they are where the system
-    does not say."""
+def one_thread_each(cores: Iterable[int], topology: Path = TOPOLOGY) -> set[int]:
+    """The first of ``cores`` on each physical core: two threads of one slow each other down by half. All of them where
+    the system does not say."""
 
-    def place(core: int) -> tuple[int, int, int]:
+    def place(core: int) -> object:
         where = topology / f"cpu{core}" / "topology"
         try:
-            return int((where / "physical_package_id").read_text()), int((where / "core_id").read_text()), core
-        except (OSError, ValueError):
-            return 0, core, core
+            return (where / "physical_package_id").read_text(), (where / "core_id").read_text()
+        except OSError:
+            return core
 
-    return sorted(cores, key=place)
-
-
-def halves(cores: Iterable[int]) -> tuple[set[int], set[int]]:
-    """Cores of the engine that is timed, and the rest; both all of them where there is one."""
-    ordered = by_core(cores)
-    half = len(ordered) // 2
-    return (set(ordered[:half]), set(ordered[half:])) if half else (set(ordered), set(ordered))
+    return set({place(core): core for core in sorted(cores, reverse=True)}.values())
 
 
 def session(leader: int) -> list[int]:
@@ -73,10 +66,10 @@ def tell(processes: Iterable[int], what: signal.Signals) -> None:
 
 
 class Cores:
-    """Lets one of several sessions, by the process that leads it, run at a time, all on the same half of the cores."""
+    """Lets one of several sessions, by the process that leads it, run at a time, all on the same cores."""
 
     def __init__(self, leaders: Iterable[int]) -> None:
-        timed, _ = halves(os.sched_getaffinity(0))
+        timed = one_thread_each(os.sched_getaffinity(0))
         self._sessions = {leader: session(leader) for leader in leaders}
         self._latest: int | None = None
         for processes in self._sessions.values():

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from engine_cores import Cores, by_core, halves, session
+from engine_cores import Cores, one_thread_each, session
 
 #: A process with a child and a second thread, which says when both are there.
 TREE = """
@@ -61,7 +61,7 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 def test_one_tree_runs_at_a_time_every_thread_on_the_same_cores(trees: list[int]) -> None:
-    timed, _ = map(frozenset, halves(os.sched_getaffinity(0)))
+    timed = frozenset(one_thread_each(os.sched_getaffinity(0)))
     first, second = trees
     assert all(len(session(leader)) == 2 for leader in trees)
     cores = Cores(trees)
@@ -86,11 +86,12 @@ def test_a_tree_that_ended_is_passed_over(trees: list[int]) -> None:
     cores.release()
 
 
-def test_threads_of_one_core_stay_together(tmp_path: Path) -> None:
-    for core in range(4):  # two sockets' worth of siblings, numbered as Linux does: 0 and 2 share a core
+def test_one_thread_of_each_core_is_used(tmp_path: Path) -> None:
+    for core in range(6):  # two packages; 0 and 2 share a core, so do 4 and 5, as Linux numbers them or not
         where = tmp_path / f"cpu{core}" / "topology"
         where.mkdir(parents=True)
-        (where / "physical_package_id").write_text("0\n")
-        (where / "core_id").write_text(f"{core % 2}\n")
-    assert by_core(range(4), tmp_path) == [0, 2, 1, 3]
-    assert by_core([3, 1], tmp_path / "nowhere") == [1, 3]
+        (where / "physical_package_id").write_text(f"{core // 4}\n")
+        (where / "core_id").write_text(f"{core % 2 if core < 4 else 0}\n")
+    assert one_thread_each(range(6), tmp_path) == {0, 1, 4}
+    assert one_thread_each([5, 2, 3], tmp_path) == {2, 3, 5}
+    assert one_thread_each([3, 1], tmp_path / "nowhere") == {1, 3}

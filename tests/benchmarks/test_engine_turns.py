@@ -56,7 +56,8 @@ def test_engines_are_asked_in_turn_and_compared_round_by_round(tmp_path: Path) -
     assert {name: len(values) for name, values in turns.samples["plain"].items()} == {decode: 3, prefill: 3}
     assert abs(turns.samples["plain"][decode][0] - 2 * 10 / 0.1) < 1e-6
     assert abs(turns.samples["plain"][prefill][0] - 200 / 0.03) < 1e-6
-    assert turns.device_steps == {"plain": {decode: {"span_us": 2000.0}}, "slow": {decode: {"span_us": 4000.0}}}
+    steps = {"plain": 2000.0, "slow": 4000.0, "dies": 2000.0}
+    assert turns.device_steps == {name: {decode: {"span_us": us}} for name, us in steps.items()}
     ratio = paired(turns.samples["plain"], turns.samples["slow"])
     assert ratio[decode] == ratio[prefill] == {"median": 0.5, "low": 0.5, "high": 0.5}
     assert sorted({failure["name"] for failure in turns.failures}) == ["absent", "dies"]

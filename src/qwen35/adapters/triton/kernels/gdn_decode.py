@@ -28,7 +28,10 @@ def decode_kernel(
     """One program: BLOCK_V rows of the state of one value head of one batch row.
 
     The rows are read in PIECES of INNER columns, so that fewer lanes share a row and more of the sum over K stays
-    inside a thread.
+    inside a thread. Tokens and gates are read of padded rows too: these loads need not wait for the slot.
+
+    How ptxas spreads the state's loads decides the last two percent, and hangs on the order of the parameters and of
+    the address arithmetic (benchmarks/results/decode_variants.json): time it after any change.
     """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
@@ -41,10 +44,10 @@ def decode_kernel(
     rows = pid % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = (rows < V) & live
     at = states + slot * slot_stride + head * (V * K) + rows[:, None] * K + columns[None, :]
-    q_raw = load_pieces(q + row * q_row + head // RATIO * q_head + columns, columns, live, K, INNER, PIECES, False)
-    k_raw = load_pieces(k + row * k_row + head // RATIO * k_head + columns, columns, live, K, INNER, PIECES, False)
-    v_raw = tl.load(v + row * v_row + head * v_head + rows, mask=in_v, other=0.0).to(tl.float32)
-    g, b = load_gates(gate, beta, A_log, dt_bias, row * gate_row + head, row * beta_row + head, head, live, RAW)
+    q_raw = load_pieces(q + row * q_row + head // RATIO * q_head + columns, columns, True, K, INNER, PIECES, False)
+    k_raw = load_pieces(k + row * k_row + head // RATIO * k_head + columns, columns, True, K, INNER, PIECES, False)
+    v_raw = tl.load(v + row * v_row + head * v_head + rows, mask=rows < V, other=0.0).to(tl.float32)
+    g, b = load_gates(gate, beta, A_log, dt_bias, row * gate_row + head, row * beta_row + head, head, True, RAW)
     alpha = tl.exp(g)
 
     state = load_pieces(at, columns[None, :], in_v[:, None], K, INNER, PIECES, STREAM)
