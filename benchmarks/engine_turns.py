@@ -109,7 +109,7 @@ class Turns:
             say(f"{tag}: up after {time.monotonic() - self._running[tag].began:.0f} s")
 
     def run(self, measures: Sequence[Measure], rounds: int, deadline: float) -> None:
-        """The device's part of every engine's decodes; then every measure of every engine, round after round. One engine
+        """The device's part of every engine's decodes, then every measure of every engine, round after round. One engine
         runs at a time; whoever was first is last in the next round."""
         cores = Cores(self._running[name].process.pid for name in self._talks)
         try:
