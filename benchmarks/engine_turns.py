@@ -109,14 +109,15 @@ class Turns:
             say(f"{tag}: up after {time.monotonic() - self._running[tag].began:.0f} s")
 
     def run(self, measures: Sequence[Measure], rounds: int, deadline: float) -> None:
-        """The device's part of every engine's decodes, then every measure of every engine, round after round. One engine
-        runs at a time; whoever was first is last in the next round."""
+        """The device's part of every engine's decodes, then every measure of every engine, round after round.
+
+        One engine runs at a time; whoever was first is last in the next round.
+        """
         cores = Cores(self._running[name].process.pid for name in self._talks)
         try:
             for name in [name for name in self._running if name in self._talks]:
-                for measure in measures:
-                    if measure.short:
-                        self._one(cores, name, measure, None, deadline)
+                for measure in (one for one in measures if one.short):
+                    self._one(cores, name, measure, None, deadline)
             for number in range(rounds + 1):
                 names = [name for name in self._running if name in self._talks]
                 for measure in measures if names else ():
