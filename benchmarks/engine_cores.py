@@ -66,15 +66,19 @@ def tell(processes: Iterable[int], what: signal.Signals) -> None:
 
 
 class Cores:
-    """Lets one of several sessions, by the process that leads it, run at a time, all on the same cores."""
+    """Lets one of several sessions, by the process that leads it, run at a time, all on the same cores; at the end of
+    its context all of them run again."""
 
     def __init__(self, leaders: Iterable[int]) -> None:
-        timed = one_thread_each(os.sched_getaffinity(0))
         self._sessions = {leader: session(leader) for leader in leaders}
         self._latest: int | None = None
+
+    def __enter__(self) -> Cores:
+        timed = one_thread_each(os.sched_getaffinity(0))
         for processes in self._sessions.values():
             move(processes, timed)
             tell(processes, signal.SIGSTOP)
+        return self
 
     def give(self, leader: int) -> bool:
         """To ``leader``'s session; the one that had them stops. False where it has them already."""
@@ -86,7 +90,6 @@ class Cores:
         self._latest = leader
         return True
 
-    def release(self) -> None:
-        """Let all of them run."""
+    def __exit__(self, *_: object) -> None:
         for processes in self._sessions.values():
             tell(processes, signal.SIGCONT)

@@ -12,7 +12,8 @@ Row = dict[str, Any]
 def engines_table(report: Row) -> str:
     """A row an engine against the first; columns that no engine fills are left out."""
     first, ratios = report["against"], next((r["throughput_ratio"] for r in report["rows"] if r.get("bench")), {})
-    steps = [(name, found["span_us"]) for name, found in report["rows"][0].get("device_steps", {}).items()]
+    found = report["rows"][0].get("device_steps", {})
+    steps = [(name, step["span_us"]) for name, step in found.items() if "span_us" in step]
     columns: list[tuple[str, Callable[[Row], str]]] = [
         (f"prompt log-probabilities from {first}'s, mean (largest)", lambda row: _apart(row.get("prompt_logprobs"))),
         ("leading ids as there", _ids),

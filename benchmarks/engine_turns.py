@@ -113,8 +113,7 @@ class Turns:
 
         One engine runs at a time; whoever was first is last in the next round.
         """
-        cores = Cores(self._running[name].process.pid for name in self._talks)
-        try:
+        with Cores(self._running[name].process.pid for name in self._talks) as cores:
             for name in [name for name in self._running if name in self._talks]:
                 for measure in (one for one in measures if one.short):
                     self._one(cores, name, measure, None, deadline)
@@ -123,8 +122,6 @@ class Turns:
                 for measure in measures if names else ():
                     for name in names[number % len(names) :] + names[: number % len(names)]:
                         self._one(cores, name, measure, number, deadline)
-        finally:
-            cores.release()
 
     def _one(self, cores: Cores, name: str, measure: Measure, number: int | None, deadline: float) -> None:
         """One measure of one engine; ``number``: of the round, None for the device's part."""

@@ -92,6 +92,19 @@ def test_a_plan_that_only_the_chosen_adapter_or_only_the_fallback_refuses_is_cou
     assert counters.total("plans_refused", adapter=refuses, reason="too small") == counters.total("plans_refused") == 1
 
 
+def test_adapters_are_prepared_for_what_they_serve_and_the_fallback_for_all() -> None:
+    """Scratch for prefill is of no use to an adapter that decodes, and its widths are no reason against it."""
+    fakes = {name: FakeGatedDeltaRule(1.0) for name in ("decodes", "extends", "verifies", "falls_back")}
+    plan = dataclasses.replace(PLAN, max_draft=3)
+    qwen35.build(
+        device="cpu", adapters=[fake_entry(name, fake) for name, fake in fakes.items()], gdn_decode="decodes",
+        gdn_extend="extends", gdn_verify="verifies", gdn_fallback="falls_back",
+    ).gated_delta_rule().prepare(plan)  # fmt: skip
+    assert {name: [(p.max_batch, p.max_tokens, p.max_draft) for p in fake.plans] for name, fake in fakes.items()} == {
+        "decodes": [(2, 0, 0)], "extends": [(2, 4, 0)], "verifies": [(2, 0, 3)], "falls_back": [(2, 4, 3)],
+    }  # fmt: skip
+
+
 def test_a_plan_that_a_chosen_adapter_and_the_fallback_refuse_is_an_error_with_the_reasons_of_both() -> None:
     one, two = (FakeGatedDeltaRule(0.0, reasons=(reason,)) for reason in ("too small", "too large"))
     container = build(one, two)

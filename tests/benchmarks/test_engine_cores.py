@@ -64,26 +64,24 @@ def test_one_tree_runs_at_a_time_every_thread_on_the_same_cores(trees: list[int]
     timed = frozenset(one_thread_each(os.sched_getaffinity(0)))
     first, second = trees
     assert all(len(session(leader)) == 2 for leader in trees)
-    cores = Cores(trees)
-    assert eventually(lambda: stopped(first) == stopped(second) == {True})
-    assert cores.give(first)
-    assert eventually(lambda: (stopped(first), stopped(second)) == ({False}, {True}))
-    assert not cores.give(first)
-    assert cores.give(second)
-    assert eventually(lambda: (stopped(first), stopped(second)) == ({True}, {False}))
-    assert cores_of(first) == cores_of(second) == {timed}
-    cores.release()
+    with Cores(trees) as cores:
+        assert eventually(lambda: stopped(first) == stopped(second) == {True})
+        assert cores.give(first)
+        assert eventually(lambda: (stopped(first), stopped(second)) == ({False}, {True}))
+        assert not cores.give(first)
+        assert cores.give(second)
+        assert eventually(lambda: (stopped(first), stopped(second)) == ({True}, {False}))
+        assert cores_of(first) == cores_of(second) == {timed}
     assert eventually(lambda: stopped(first) == stopped(second) == {False})
 
 
 def test_a_tree_that_ended_is_passed_over(trees: list[int]) -> None:
-    cores = Cores(trees)
-    os.killpg(trees[0], 9)
-    assert eventually(lambda: "zombie" in Path(f"/proc/{trees[0]}/status").read_text())
-    cores.give(trees[0])
-    cores.give(trees[1])
-    assert eventually(lambda: stopped(trees[1]) == {False})
-    cores.release()
+    with Cores(trees) as cores:
+        os.killpg(trees[0], 9)
+        assert eventually(lambda: "zombie" in Path(f"/proc/{trees[0]}/status").read_text())
+        cores.give(trees[0])
+        cores.give(trees[1])
+        assert eventually(lambda: stopped(trees[1]) == {False})
 
 
 def test_one_thread_of_each_core_is_used(tmp_path: Path) -> None:

@@ -43,8 +43,8 @@ def test_the_devices_part_of_a_step_stands_beside_tokens_a_second() -> None:
     rows = [
         {
             "tag": tag, "bench": {name: 1.0}, "throughput_ratio": {name: {"median": 1.0, "low": 1.0, "high": 1.0}},
-            "device_steps": {name: {"span_us": us}} if us else {},
-        } for tag, us in (("sglang", 1500.0), ("triton", 1200.0), ("cut_off", None))
+            "device_steps": {name: {"span_us": us} if us else {"replays": 0}, "eager": {"replays": 0}},
+        } for tag, us in (("sglang", 1500.0), ("triton", 1200.0), ("no_graphs", None))
     ]  # fmt: skip
     heads, _, *engines = cells(engines_table({**USED, "against": "sglang", "rows": rows}))
     assert heads[1:] == ["decode, batch 8", "device's part of a decode, batch 8"]

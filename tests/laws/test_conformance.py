@@ -134,13 +134,22 @@ class PlansNothingSilently(Plain):
         raise UnsupportedError("plan", [])
 
 
-def test_a_declined_plan_is_a_refusal_with_a_reason() -> None:
-    law = "verify: an option is honoured or refused with a reason"
-    report = by_law(PlansNothing, Clause.REFUSAL)[law]
-    assert (report.status, report.refused) == (LawStatus.PASSED, 0)
-    silent = by_law(PlansNothingSilently, Clause.REFUSAL)[law]
-    assert silent.status is LawStatus.FAILED
-    assert "a refusal needs a reason" in silent.reason
+class PlansNothingAndServesNone(PlansNothing):
+    """Says beforehand that it will, and leaves what was asked for unwritten."""
+
+    def verify(self, call: VerifyCall) -> Tensor:
+        return torch.zeros_like(call.v) if call.out is None else call.out
+
+
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [(PlansNothing, ""), (PlansNothingSilently, "a refusal needs a reason"), (PlansNothingAndServesNone, "out")],
+)
+def test_a_declined_plan_has_a_reason_and_what_is_supported_is_served_without_one(kind: type[Plain], why: str) -> None:
+    report = by_law(kind, Clause.REFUSAL)["verify: an option is honoured or refused with a reason"]
+    assert (report.status is LawStatus.PASSED) == (not why)
+    assert report.reason.startswith(why)
+    assert report.refused == 0
 
 
 class ServesFew(Plain):

@@ -71,6 +71,36 @@ def oracle() -> GatedDeltaRule:
     return qwen35.adapter("gated_delta_rule", "reference64")
 
 
+@pytest.mark.parametrize(("rows", "key_width", "value_width"), [(3, 128, 8), (3, 96, 24), (64, 128, 8)])
+@pytest.mark.parametrize("to_other_slots", [False, True])
+def test_decode_at_the_widths_of_the_model(
+    draw: Draw, kernels: GatedDeltaRule, oracle: GatedDeltaRule, rows: int, key_width: int, value_width: int,
+    to_other_slots: bool,
+) -> None:  # fmt: skip
+    """Rows of the state in two pieces, by the tile of few states and by that of many; a padded row is full of NaN."""
+    q, k = torch.randn(2, rows, H, key_width)
+    call = DecodeCall(
+        q=q, k=k, v=torch.randn(rows, HV, value_width), gates=draw.gates(rows),
+        states=torch.randn(2 * rows + 1, HV, value_width, key_width), slots=torch.randperm(rows).int(),
+    )  # fmt: skip
+    call.slots[1] = -1
+    for tokens in (call.q, call.v, raw(call).a):
+        tokens[1] = float("nan")
+    if to_other_slots:
+        call = replace(call, write_slots=(rows + torch.randperm(rows)).int())
+    truth = replace(call, states=call.states.double().clone())
+    want, out = oracle.decode(truth), kernels.decode(call)
+    bound = kernels.capabilities.precision[Phase.DECODE].bound("float32", "float32")
+    assert relative_error(out, want) < bound.output, draw
+    assert relative_error(call.states, truth.states) < bound.state, draw
+    assert bool((out[1] == 0).all()), draw
+
+
+def raw(call: DecodeCall) -> RawGates:
+    assert isinstance(call.gates, RawGates)
+    return call.gates
+
+
 def own_states(call: ExtendCall) -> ExtendCall:
     return replace(call, states=call.states.double().clone())
 

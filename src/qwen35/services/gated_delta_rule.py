@@ -113,7 +113,8 @@ class GatedDeltaRuleService:
         return Support.of(*replay_reasons(self.captured, plan.phase, tensors))
 
     def prepare(self, plan: GdnPlan) -> None:
-        """Prepare every chosen adapter and the fallback, with the plan's GPU current. Raises ``UnsupportedError`` where
+        """Prepare every chosen adapter for what it serves of the plan, and the fallback for all of it, with the plan's
+        GPU current. Raises ``UnsupportedError`` where
         a chosen adapter cannot serve the plan and no fallback can, with the reasons of all and once all others are
         prepared; other refusals are counted."""
         with on(plan.device if isinstance(plan, GdnPlan) else None):
@@ -123,7 +124,7 @@ class GatedDeltaRuleService:
         refused: dict[str, tuple[str, ...]] = {}
         for name, adapter in self._used():
             try:
-                adapter.prepare(plan)
+                adapter.prepare(self._part(adapter, plan))
             except UnsupportedError as exc:
                 refused[name] = exc.reasons
         chosen = {name for name, _ in self._adapters.values()}
@@ -133,6 +134,14 @@ class GatedDeltaRuleService:
         for name, own in refused.items():
             for reason in own:
                 self._counters.add("plans_refused", port=PORT, adapter=name, reason=reason)
+
+    def _part(self, adapter: GatedDeltaRule, plan: GdnPlan) -> GdnPlan:
+        """``plan`` without tokens or drafts where ``adapter`` is never given any."""
+        if self._fallback is not None and adapter is self._fallback[1]:
+            return plan
+        served = {phase for phase, (_, chosen) in self._adapters.items() if chosen is adapter}
+        tokens = plan.max_tokens if Phase.EXTEND in served else 0
+        return replace(plan, max_tokens=tokens, max_draft=plan.max_draft if Phase.VERIFY in served else 0)
 
     def supports(self, call: GdnCall) -> Support:
         """Whether the phase's adapter, or else the fallback, would honour ``call``."""

@@ -55,20 +55,16 @@ def _refusal(bench: Bench, call: Any, what: str, kinds: tuple[type[Qwen35Error],
 
 
 def unsupported_options(bench: Bench, case: Case[Any]) -> None:
-    """What ``supports`` declines is refused with reasons and writes nothing; what it allows is honoured, unless a plan
-    that holds it, which also covers the other phases, is refused with reasons."""
+    """What ``supports`` declines is refused with reasons and writes nothing; what it allows is honoured, after a plan
+    that holds it too, or where that plan, which covers other phases as well, is refused with reasons."""
     trial = bench.trial(case)
     call = trial.call
     support = bench.adapter.supports(call)
     if support:
         assert not support.reasons, f"a supported call has no reasons against it, got {support.reasons}; {case}"
         want = trial.truth()
-        against = _against_the_plan(trial)
-        if against is None:
-            trial.matches(trial.run(), want)
-            return
-        assert against, f"a refusal needs a reason; {case}"
-        nothing_written(trial)
+        _plan(trial)
+        trial.matches(bench.run(call), want)
         return
     assert support.reasons, f"a refusal needs a reason; {case}"
     declined = f"a call that supports() declines ({'; '.join(support.reasons)}); {case}"
@@ -78,13 +74,13 @@ def unsupported_options(bench: Bench, case: Case[Any]) -> None:
     nothing_written(trial)
 
 
-def _against_the_plan(trial: Trial) -> tuple[str, ...] | None:
-    """Why the plan of a supported call is refused; None where it is not, or where there is none."""
+def _plan(trial: Trial) -> None:
+    """Prepare for a supported call where its case says so, or have it refused with reasons."""
     try:
         trial.ask()
     except Refused as refused:
-        return refused.reasons
-    return None
+        if not refused.reasons:
+            raise AssertionError(f"a refusal needs a reason; {trial.case}") from refused
 
 
 def closed(bench: Bench, case: Case[Any]) -> None:
