@@ -113,6 +113,7 @@ _FUSION = tuple(
            flags=("--profile", *BENCH))
     for name, plugin, settings, engine in (
         ("unfused", "off", (), _UNFUSED), ("triton", "on", ("finalize=triton",), _UNFUSED),
+        ("triton_everywhere", "on", ("finalize=triton", *TRITON), _UNFUSED),
         ("sglang_ipc", "off", (), "flashinfer_allreduce_fusion_backend=trtllm"),
     )
 )  # fmt: skip
@@ -163,7 +164,10 @@ SUITES = {
             "throughput_against_flashinfer": ("sglang_flashinfer_decode", "triton", "mixed"),
         },
     ),
-    "fusion": Suite(engines=_FUSION, documents={"fusion": _all(*_FUSION)}, in_turn=True),
+    "fusion": Suite(
+        engines=_FUSION, truth=True, in_turn=True,
+        documents={"fusion": _all(*_FUSION), "fusion_truth": ("truth", *_all(*_FUSION))},
+    ),
     "spec": Suite(engines=_SPEC, documents={"spec": _all(*_SPEC)}),
     "parity": Suite(
         engines=_PARITY, documents={"parity_runs": _all(*_PARITY)}, scripts=((
