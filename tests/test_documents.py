@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -85,6 +86,23 @@ def test_every_result_is_named_where_results_are_explained_and_every_named_one_i
     unnamed, absent = unnamed_and_absent(text, {path.name for path in RESULTS.glob("*.json")})
     assert unnamed == [], "benchmarks/README.md must name each of benchmarks/results"
     assert absent == [], "benchmarks/README.md names results that are not there"
+
+
+def test_a_result_that_was_interrupted_is_called_so_where_it_is_cited() -> None:
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    cut = [p.name for p in RESULTS.glob("*.json") if json.loads(p.read_text(encoding="utf-8")).get("interrupted")]
+    assert cut == [name for name in cut if called_interrupted(text, name)]
+
+
+def called_interrupted(text: str, name: str) -> bool:
+    """Whether a paragraph or point that names a result says that it was interrupted."""
+    points = re.split(r"\n(?=- )|\n\n", text)
+    return any(name in point and "interrupted" in point for point in points)
+
+
+def test_an_interrupted_result_that_passes_for_a_whole_one_is_noticed() -> None:
+    text = "- `a.json`: 9 passed; interrupted.\n- `b.json`: 9 passed\n\n`c.json` was interrupted"
+    assert [name for name in ("a.json", "b.json", "c.json") if called_interrupted(text, name)] == ["a.json", "c.json"]
 
 
 def test_a_result_that_is_not_named_and_a_name_without_a_result_are_noticed() -> None:
