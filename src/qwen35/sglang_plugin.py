@@ -34,6 +34,7 @@ from qwen35.adapters.sglang.seam_fusion import FusionSeam
 from qwen35.adapters.sglang.seam_gdn import GdnSeam
 from qwen35.adapters.sglang.seam_metrics import PrometheusMirror, metrics_wanted
 from qwen35.adapters.sglang.seam_model import read_model
+from qwen35.adapters.sglang.seam_moved import our_half
 from qwen35.adapters.sglang.seam_ranks import RankSettings
 from qwen35.adapters.sglang.seam_relay import RelaySeam
 from qwen35.adapters.sglang.seams import installed_release, release_seam
@@ -178,7 +179,7 @@ def _around_scheduler(
         original(scheduler, *args, **kwargs)
     except (UnsupportedError, UnavailableError, ConfigurationError) as exc:
         end_scheduler(exc)
-    if one is None:
+    if one is None or one is not running():
         return
     try:
         announce(settings, one)
@@ -199,13 +200,18 @@ def _begin(settings: Settings, release: Release, bind: Callable[[], inspect.Boun
         with reported(what):
             return start(settings, release, place, container)
     except UnavailableError as exc:
-        uninstall()
-        if settings.sglang_strict:
-            end_scheduler(exc)
-        logger.error("qwen35: %s. SGLang runs as if the plugin were not there", exc)
+        _leave_alone(settings, exc)
         return None
     except Qwen35Error as exc:
         end_scheduler(exc)
+
+
+def _leave_alone(settings: Settings, exc: UnavailableError) -> None:
+    """Uninstall what there is, and say so in one line; by setting the launch ends with it."""
+    uninstall()
+    if settings.sglang_strict:
+        end_scheduler(exc)
+    logger.error("qwen35: %s. SGLang runs as if the plugin were not there", exc)
 
 
 def _container_or_end(settings: Settings, place: Place) -> Container:
@@ -238,14 +244,15 @@ def start(
     Raises ``UnavailableError`` naming release, target and difference.
     """
     routes = requested_phases(settings)
+    guard = partial(our_half, release, partial(_leave_alone, settings))
     gdn = GdnSeam(
-        release, routes, container.gated_delta_rule() if routes else None, container.counters(),
+        release, routes, container.gated_delta_rule() if routes else None, container.counters(), guard,
         checked=settings.checked, strict=settings.sglang_strict, fallback=settings.gdn_fallback,
     )  # fmt: skip
     named = requested_fusion(settings)
     service = container.finalize() if named is not None else None
     ranks = RankSettings(release, named, agreements, checked=settings.checked, strict=settings.sglang_strict)
-    fusion = FusionSeam(release, named, service, container.counters(), ranks, strict=settings.sglang_strict)
+    fusion = FusionSeam(release, named, service, container.counters(), ranks, guard, strict=settings.sglang_strict)
     finalize = FinalizeSeam(named, service, place.gpu, ranks)
     relay = RelaySeam(release, container.counters())
     hooks = gdn.hooks() | fusion.hooks() | finalize.hooks() | relay.hooks()

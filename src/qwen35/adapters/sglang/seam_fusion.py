@@ -18,6 +18,7 @@ from qwen35.adapters.sglang.seam import Hook
 from qwen35.adapters.sglang.seam_fusion_facts import Engine, forward_mode, prepare
 from qwen35.adapters.sglang.seam_fusion_launch import FusedLaunch, Step
 from qwen35.adapters.sglang.seam_gdn import MODEL_FAMILY
+from qwen35.adapters.sglang.seam_moved import Guard
 from qwen35.adapters.sglang.seam_ranks import RankSettings
 from qwen35.adapters.sglang.seam_reasons import BoundedReasons
 from qwen35.adapters.sglang.seams.release import Release
@@ -42,14 +43,14 @@ class FusionSeam:
     """``requested``: the adapter that serves; ``service`` is None where SGLang's own choice is kept and only counted.
 
     ``ranks`` are asked to agree whatever is requested. ``strict``: a model or launch that cannot be fused stops the
-    engine instead of running as SGLang alone would.
+    engine instead of running as SGLang alone would. ``guard``: our half of SGLang's warm-up goes on inside it.
     """
 
     def __init__(
         self, release: Release, requested: str | None, service: FinalizeService | None, counters: Counters,
-        ranks: RankSettings, *, strict: bool = False,
+        ranks: RankSettings, guard: Guard, *, strict: bool = False,
     ) -> None:  # fmt: skip
-        self._release, self._requested, self._service = release, requested, service
+        self._release, self._requested, self._service, self._guard = release, requested, service, guard
         self._counters, self._ranks, self._strict = counters, ranks, strict
         self._refusals, self._declines = BoundedReasons(), BoundedReasons()
         self._launch: FusedLaunch | None = None
@@ -72,14 +73,21 @@ class FusionSeam:
 
     def _around_prepare(self, original: Callable[..., None], runner: Any) -> None:
         """SGLang's warm-up makes its workspaces here: once a model runner, before autotune and capture."""
+        model_runner = None
+        with self._guard("fusion_prepare"):
+            model_runner = self._agreed_target(runner)
+        original(runner)
+        if self._service is not None and model_runner is not None:
+            with self._guard("fusion_prepare"):
+                self.prepare(self._service, model_runner)
+
+    def _agreed_target(self, runner: Any) -> Any | None:
+        """The model runner of the target model, on which the ranks agree; None of a draft model."""
         model_runner = runner.model_runner
         if model_runner.is_draft_worker:  # it shares the process, which holds one workspace
-            original(runner)
-            return
+            return None
         self._ranks.agree()
-        original(runner)
-        if self._service is not None:
-            self.prepare(self._service, model_runner)
+        return model_runner
 
     def prepare(self, service: FinalizeService, model_runner: Any) -> None:
         """Have a workspace where this launch may use one; every rank calls this together.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,6 +13,7 @@ from qwen35.adapters.sglang.seam import Hook
 from qwen35.adapters.sglang.seam_calls import EXTENDING, ExtendContext
 from qwen35.adapters.sglang.seam_determinism import deterministic, deterministic_note
 from qwen35.adapters.sglang.seam_kernel import GdnKernel, kernel_class, stand_in
+from qwen35.adapters.sglang.seam_moved import Guard
 from qwen35.adapters.sglang.seam_plan import backend_plan, replays_inputs, reserved_pool, union
 from qwen35.adapters.sglang.seam_router import PORT, KernelRouter
 from qwen35.adapters.sglang.seams.release import Release
@@ -25,6 +27,8 @@ logger = logging.getLogger("qwen35")
 
 #: The dispatcher's kernels, one a phase and one for draft trees.
 KERNEL_SLOTS = ("decode_kernel", "extend_kernel", "verify_kernel", "tree_verify_kernel")
+#: What hooks read of a backend while it serves, where it is too late to give up.
+_read_while_serving = operator.attrgetter("mis_metadata")
 MODEL_FAMILY = "qwen3_5"
 
 
@@ -33,14 +37,15 @@ class GdnSeam:
 
     ``service`` is None where nothing is routed. ``strict``: a model that the chosen adapter cannot serve at all stops
     the engine instead of leaving its calls to SGLang's own kernels. ``fallback``: the adapter that serves what a chosen
-    one refuses.
+    one refuses. ``guard``: what our half of a hook does while SGLang builds a backend goes on inside it.
     """
 
     def __init__(
         self, release: Release, routes: Mapping[Phase, str], service: GatedDeltaRuleService | None, counters: Counters,
-        *, checked: bool = False, strict: bool = False, fallback: str | None = None,
+        guard: Guard, *, checked: bool = False, strict: bool = False, fallback: str | None = None,
     ) -> None:  # fmt: skip
-        self._release, self._counters, self._strict, self._fallback = release, counters, strict, fallback
+        self._release, self._counters, self._guard = release, counters, guard
+        self._strict, self._fallback = strict, fallback
         self.router = KernelRouter(routes, service, counters, checked)
         self._exchanged: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
         self._switched: list[tuple[weakref.ref[Any], dict[str, Any]]] = []
@@ -91,6 +96,10 @@ class GdnSeam:
 
     def _around_backend(self, original: Callable[..., None], backend: Any, model_runner: Any) -> None:
         original(backend, model_runner)
+        with self._guard("gdn_backend"):
+            self._take(backend, model_runner)
+
+    def _take(self, backend: Any, model_runner: Any) -> None:
         family = model_runner.model_config.hf_text_config.model_type
         if not family.startswith(MODEL_FAMILY):
             self._note(f"{family} is not Qwen3.5: its GDN layers keep SGLang's own kernels, uncounted")
@@ -100,6 +109,7 @@ class GdnSeam:
         router, service = self.router, self.router.service
         if service is not None and not self._prepare(service, backend, model_runner):
             router = KernelRouter({}, None, self._counters)
+        _read_while_serving(backend)
         self._exchange(backend, router)
         switch = self._release.gather_switch
         if Phase.EXTEND in router.routes and switch is not None:
@@ -148,10 +158,10 @@ class GdnSeam:
             )
             for kernel in originals.values()
         }  # fmt: skip
+        self._exchanged.append((weakref.ref(dispatcher), originals))
+        # supports_packed_decode stays what SGLang's decode kernel offers: a call that falls back must find its method.
         for name, kernel in originals.items():
             setattr(dispatcher, name, ours[id(kernel)])
-        # supports_packed_decode stays what SGLang's decode kernel offers: a call that falls back must find its method.
-        self._exchanged.append((weakref.ref(dispatcher), originals))
 
     def _around_forward_extend(
         self, original: Callable[..., Any], backend: Any, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any,
