@@ -12,7 +12,7 @@ from qwen35.adapters.sglang import seam
 from qwen35.adapters.sglang.seam import Hook
 from qwen35.adapters.sglang.seam_calls import EXTENDING, ExtendContext
 from qwen35.adapters.sglang.seam_determinism import deterministic, deterministic_note
-from qwen35.adapters.sglang.seam_kernel import GdnKernel, kernel_class, stand_in
+from qwen35.adapters.sglang.seam_kernel import SCORING_ITEMS, GdnKernel, kernel_class, stand_in
 from qwen35.adapters.sglang.seam_moved import Guard
 from qwen35.adapters.sglang.seam_plan import backend_plan, replays_inputs, reserved_pool, union
 from qwen35.adapters.sglang.seam_router import PORT, KernelRouter
@@ -167,13 +167,14 @@ class GdnSeam:
         self, original: Callable[..., Any], backend: Any, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any,
         b: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        # Multi-item scoring hands the dispatcher other rows than these.
-        context = None if backend.mis_metadata is not None else _context(layer, forward_batch, a, b)
-        token = EXTENDING.set(context)
+        scoring = backend.mis_metadata is not None  # it hands the dispatcher other rows than these
+        context = None if scoring else _context(layer, forward_batch, a, b)
+        token, scored = EXTENDING.set(context), SCORING_ITEMS.set(scoring)
         try:
             return original(backend, layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs)
         finally:
             EXTENDING.reset(token)
+            SCORING_ITEMS.reset(scored)
 
     def _around_weight_update(self, original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
         from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
