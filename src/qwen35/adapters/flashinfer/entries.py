@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from qwen35.adapters.flashinfer.release import report
+from qwen35.adapters.flashinfer.release import PACKAGES, REMEDY, report
 from qwen35.domain.capabilities import Support
 from qwen35.domain.platform import Platform
 from qwen35.ports.adapter import AdapterEntry, AdapterOptions
@@ -14,8 +14,11 @@ MIN_COMPUTE_CAPABILITY = (9, 0)
 
 
 def probe(platform: Platform) -> Support:
-    """Whether FlashInfer's GDN kernels run there, with everything that is missing."""
-    reasons = list(report().reasons)
+    """Whether FlashInfer's GDN kernels run there, with everything that is missing and how to have it."""
+    installed = report()
+    reasons = list(installed.reasons)
+    if not PACKAGES.keys().isdisjoint(installed.missing):
+        reasons[-1] += f": {REMEDY}"  # once, behind the last one that it mends
     if platform.device_type != "cuda":
         reasons.append(f"device requires cuda, got {platform.device_type}")
     else:

@@ -8,6 +8,7 @@ from importlib import import_module
 from typing import Any
 
 from qwen35.adapters._kernels.sources import found_spec
+from qwen35.adapters.flashinfer.release import REMEDY
 from qwen35.domain.errors import UnavailableError
 
 
@@ -53,7 +54,7 @@ def ipc_names(importing: Importer = import_module) -> FusionNames:
 
 def installed() -> tuple[str, ...]:
     """Reasons why nothing could be imported, without importing anything."""
-    return () if found_spec("flashinfer") is not None else ("unavailable: missing flashinfer",)
+    return () if found_spec("flashinfer") is not None else (f"unavailable: missing flashinfer: {REMEDY}",)
 
 
 def _with_patterns(make: Any, launch: Any, patterns: Any, config: Any) -> FusionNames:

@@ -26,6 +26,9 @@ PACKAGES = MappingProxyType({
     "cuda": "cuda-bindings", "triton": "triton",
 })  # fmt: skip
 
+#: What brings every package of ``PACKAGES`` in a release that has what we call.
+REMEDY = "pip install 'qwen35[flashinfer]'"
+
 _TOKENS = ("q", "k", "v", "A_log", "a", "dt_bias", "b", "scale", "output")
 #: What we call: module, function, and every argument that we pass.
 REQUIRED: Mapping[str, Required] = MappingProxyType({
