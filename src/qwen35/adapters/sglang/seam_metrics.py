@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import struct
 import threading
 from typing import Any
 
+from qwen35.adapters.sglang.seam import said
 from qwen35.services.counters import Counters
+
+logger = logging.getLogger("qwen35")
 
 #: Set by SGLang's launcher, before it spawns schedulers, where metrics are on.
 DIRECTORY_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
@@ -15,6 +20,9 @@ LABELS = ("port", "phase", "adapter", "instead_of", "mode", "reason", "what", "a
 #: SGLang's own name for the label of a data-parallel replica.
 REPLICA = "dp_rank"
 PREFIX = "qwen35_"
+#: What prometheus_client raises where its directory is gone or full, a file in it is not whole, or a name is none.
+#: IndexError: after a file that could not grow, every later write to it.
+_FAILURES = (OSError, ValueError, IndexError, struct.error, ImportError)
 
 
 def metrics_wanted() -> bool:
@@ -35,6 +43,7 @@ class PrometheusMirror:
         self._replica = "" if replica is None else str(replica)
         self._seen: dict[tuple[str, tuple[tuple[str, str], ...]], int] = {}
         self._metrics: dict[str, Any] = {}
+        self._failing = False
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="qwen35-metrics", daemon=True)
@@ -51,23 +60,40 @@ class PrometheusMirror:
         self.copy()
 
     def copy(self) -> None:
-        """Add what was counted since the last copy."""
-        from prometheus_client import Counter
+        """Add what was counted since the last copy.
 
+        A counter that cannot be written holds no other one back and is tried again at the next copy; it is logged when
+        that begins.
+        """
+        failure: Exception | None = None
         with self._lock:
             for key, value in self._counters.snapshot().items():
-                delta = value - self._seen.get(key, 0)
-                if not delta:
-                    continue
-                name, labels = key
-                if name not in self._metrics:
-                    about = f"qwen35: {name.replace('_', ' ')}"
-                    # In no registry of this process: the endpoint reads the files, and a second mirror may follow.
-                    self._metrics[name] = Counter(PREFIX + name, about, (*LABELS, REPLICA), registry=None)
-                given = dict(labels)
-                values = {label: given.get(label, "") for label in LABELS}
-                self._metrics[name].labels(**values, **{REPLICA: self._replica}).inc(delta)
-                self._seen[key] = value
+                try:
+                    self._copy_one(key, value)
+                except _FAILURES as exc:
+                    failure = exc
+            began, self._failing = failure is not None and not self._failing, failure is not None
+        if failure is not None and began:
+            logger.error(
+                "qwen35: counters on SGLang's Prometheus endpoint stand still (%s); tried again until the directory of "
+                "%s can be written", said(failure), DIRECTORY_VARIABLE,
+            )  # fmt: skip
+
+    def _copy_one(self, key: tuple[str, tuple[tuple[str, str], ...]], value: int) -> None:
+        from prometheus_client import Counter
+
+        delta = value - self._seen.get(key, 0)
+        if not delta:
+            return
+        name, labels = key
+        if name not in self._metrics:
+            about = f"qwen35: {name.replace('_', ' ')}"
+            # In no registry of this process: the endpoint reads the files, and a second mirror may follow.
+            self._metrics[name] = Counter(PREFIX + name, about, (*LABELS, REPLICA), registry=None)
+        given = dict(labels)
+        values = {label: given.get(label, "") for label in LABELS}
+        self._metrics[name].labels(**values, **{REPLICA: self._replica}).inc(delta)
+        self._seen[key] = value
 
     def _run(self) -> None:
         while not self._stop.wait(self._period):
