@@ -13,6 +13,7 @@ from unittest.mock import MagicMock
 
 import pytest
 import torch
+from release_targets import WEIGHT_UPDATES, update_path
 from seam_machine import Machine, installed_seam, start
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -24,6 +25,7 @@ from qwen35.adapters.sglang.seams import TESTED, installed_release, release_seam
 from qwen35.container import build
 from qwen35.domain.errors import UnavailableError
 
+RELEASE = installed_release() or ""
 NAMES = {"gdn_decode": "fake", "gdn_extend": "fake", "gdn_verify": "fake"}
 
 
@@ -49,13 +51,6 @@ def test_the_installed_release_is_one_that_the_seam_knows() -> None:
 
 def test_every_target_is_there_with_its_signature() -> None:
     assert seam.differences(installed_seam().targets) == ()
-
-
-def test_every_hook_names_a_target() -> None:
-    one = start(**dict.fromkeys(NAMES, "reference"), finalize="reference")
-    hooks = one.gdn.hooks() | one.fusion.hooks() | one.finalize.hooks() | one.relay.hooks()
-    assert set(hooks) <= set(installed_seam().targets)
-    assert set(seam.installed()) == {installed_seam().targets[key].path for key in hooks}
 
 
 def test_a_release_outside_the_tested_ones_is_refused_by_name_unless_told_to_try() -> None:
@@ -132,8 +127,8 @@ def test_exchanged_kernels_are_what_sglang_takes_for_kernels() -> None:
     assert dispatcher.decode_kernel.supports_packed_decode, "what the seam does not know comes from SGLang's kernel"
 
 
-@pytest.mark.parametrize("key", installed_seam().weight_updates)
-def test_parameters_are_refreshed_after_a_weight_update_even_one_that_fails(key: str) -> None:
+@pytest.mark.parametrize("method", WEIGHT_UPDATES[RELEASE])
+def test_parameters_are_refreshed_after_a_weight_update_even_one_that_fails(method: str) -> None:
     import pkgutil
 
     class Refreshed(FakeGatedDeltaRule):
@@ -145,7 +140,7 @@ def test_parameters_are_refreshed_after_a_weight_update_even_one_that_fails(key:
 
     fake = Refreshed(0.0)
     start(build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **NAMES), **NAMES)
-    update = pkgutil.resolve_name(installed_seam().targets[key].path)
+    update = pkgutil.resolve_name(update_path(method))
     with pytest.raises(AttributeError):
         update(types.SimpleNamespace(offload_tags=set()), types.SimpleNamespace())  # neither weights nor workers
     assert fake.count == 1
@@ -169,8 +164,8 @@ def successful_updater(write: Callable[..., Any]) -> Any:
     return updater
 
 
-@pytest.mark.parametrize("key", installed_seam().weight_updates)
-def test_parameters_are_refreshed_after_the_weights_are_new(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("method", WEIGHT_UPDATES[RELEASE])
+def test_parameters_are_refreshed_after_the_weights_are_new(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     import pkgutil
 
     weight = torch.zeros(1)
@@ -192,10 +187,10 @@ def test_parameters_are_refreshed_after_the_weights_are_new(key: str, monkeypatc
     one = start(build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **NAMES), **NAMES)
     monkeypatch.setattr(torch.distributed, "barrier", lambda *_, **__: None)
     updater = successful_updater(write)
-    if key != "weights_resume":
+    if method != "resume_memory_occupation":
         updater.offload_tags.clear()
-    output = pkgutil.resolve_name(installed_seam().targets[key].path)(updater, MagicMock(tags=["weights"]))
-    assert key == "weights_resume" or output.success
+    output = pkgutil.resolve_name(update_path(method))(updater, MagicMock(tags=["weights"]))
+    assert method == "resume_memory_occupation" or output.success
     assert fake.seen == [1.0], "once, and after the new weights were written"
     assert one.container.counters().total("parameter_refreshes") == 1
 

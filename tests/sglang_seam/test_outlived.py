@@ -9,8 +9,9 @@ import weakref
 from typing import Any
 
 import pytest
-from seam_machine import Machine, capture, installed_seam, start
-from test_install import NAMES
+from release_targets import WEIGHT_UPDATES, update_path
+from seam_machine import Machine, capture, start
+from test_install import NAMES, RELEASE
 
 from fakes import FakeGatedDeltaRule, fake_entry
 from qwen35 import sglang_plugin
@@ -43,9 +44,9 @@ def decode() -> None:
     machine.backend.forward_decode(machine.layer, machine.batch("DECODE", [1, 1]), packed, a, b)
 
 
-def update_weights(key: str) -> None:
+def update_weights(method: str) -> None:
     """A weight update that fails, after it may have changed parameters."""
-    update = pkgutil.resolve_name(installed_seam().targets[key].path)
+    update = pkgutil.resolve_name(update_path(method))
     with pytest.raises(AttributeError):
         update(types.SimpleNamespace(offload_tags=set()), types.SimpleNamespace())  # neither weights nor workers
 
@@ -64,8 +65,8 @@ def test_what_a_captured_graph_reads_outlives_the_plugin() -> None:
     assert adapter.closed == 0
 
 
-@pytest.mark.parametrize("key", installed_seam().weight_updates)
-def test_copies_that_captured_graphs_read_are_refreshed_after_the_plugin_is_off(key: str) -> None:
+@pytest.mark.parametrize("method", WEIGHT_UPDATES[RELEASE])
+def test_copies_that_captured_graphs_read_are_refreshed_after_the_plugin_is_off(method: str) -> None:
     fake = Refreshed()
     started(fake)
     with capture():
@@ -73,11 +74,11 @@ def test_copies_that_captured_graphs_read_are_refreshed_after_the_plugin_is_off(
     assert len(fake.calls) == 1
     sglang_plugin.uninstall()
     assert seam.installed() == ()
-    update_weights(key)
+    update_weights(method)
     assert fake.refreshed == 1
     again = Refreshed()
     started(again)
-    update_weights(key)
+    update_weights(method)
     assert (fake.refreshed, again.refreshed) == (2, 1), "installed again, both have copies"
 
 
@@ -86,6 +87,6 @@ def test_without_a_captured_graph_a_weight_update_is_sglangs_alone() -> None:
     started(fake)
     decode()
     sglang_plugin.uninstall()
-    for key in installed_seam().weight_updates:
-        update_weights(key)
+    for method in WEIGHT_UPDATES[RELEASE]:
+        update_weights(method)
     assert fake.refreshed == 0
