@@ -111,12 +111,21 @@ def uninstall() -> None:
     where there are any, weight updates go on refreshing the parameter copies.
     """
     seam.uninstall()
-    for one in _RUNNING:
-        one.gdn.restore()
-        if one.mirror is not None:
-            one.mirror.stop()
-    _OUTLIVED.extend(_RUNNING)
+    gone = tuple(_RUNNING)
+    _OUTLIVED.extend(gone)
     _RUNNING.clear()
+    for one in gone:
+        one.gdn.restore()
+    for one in gone:
+        if one.mirror is not None:
+            _stop(one.mirror)
+
+
+def _stop(mirror: PrometheusMirror) -> None:
+    try:
+        mirror.stop()
+    except Exception as exc:  # noqa: BLE001 - prometheus_client and its files may raise anything; all else is off by now
+        logger.error("qwen35: is off, but its last counts did not reach the metrics (%s)", seam.said(exc))
 
 
 def refuse_impossible(settings: Settings) -> None:
