@@ -63,8 +63,17 @@ def cache_lacks_replayed_values(monkeypatch: pytest.MonkeyPatch) -> str:
 def launch_lacks_determinism(monkeypatch: pytest.MonkeyPatch) -> str:
     from sglang.srt import runtime_context
 
-    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(comm=runtime_context.get_exec))
-    return "AttributeError: 'types.SimpleNamespace' object has no attribute 'deterministic'"
+    real = runtime_context.get_exec
+    says = "AttributeError: 'Exec' object has no attribute 'deterministic'"
+
+    class Exec:
+        def __getattr__(self, name: str) -> Any:
+            if name == "deterministic":
+                raise AttributeError(says.partition(": ")[2])
+            return getattr(real(), name)
+
+    monkeypatch.setattr(runtime_context, "get_exec", Exec)
+    return says
 
 
 BREAKS = [
