@@ -17,6 +17,8 @@ from typing import Any
 from engine_model import prompts, vocabulary_of
 
 Row = dict[str, Any]
+#: How long a trace may take to be written.
+TRACE_S = 40.0
 
 
 def profile(engine: Any, args: argparse.Namespace, ranks: int) -> dict[str, dict[str, dict[str, int]]]:
@@ -30,8 +32,8 @@ def steps_of(engine: Any, args: argparse.Namespace) -> Callable[..., Row]:
     vocabulary = vocabulary_of(args.model)
 
     def device(batch: int, length: int, new: int, seed: int) -> Row:
-        (kernels, *_) = traced(engine, prompts(vocabulary, (length,) * batch, seed), new, ranks=1).values()
-        return replays(kernels)
+        found = traced(engine, prompts(vocabulary, (length,) * batch, seed), new, ranks=1)
+        return replays(next(iter(found.values()), []))
 
     return device
 
@@ -42,7 +44,7 @@ def traced(engine: Any, ids: list[list[int]], new: int, ranks: int) -> dict[str,
         engine.start_profile(output_dir=folder, activities=["GPU"])
         engine.generate(input_ids=ids, sampling_params={"temperature": 0.0, "max_new_tokens": new, "ignore_eos": True})
         engine.stop_profile()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + TRACE_S
         found: dict[str, list[Row]] = {}
         while len(found) < ranks and time.monotonic() < deadline:
             time.sleep(0.25)
