@@ -30,8 +30,8 @@ def decode_kernel(
     The rows are read in PIECES of INNER columns, so that fewer lanes share a row and more of the sum over K stays
     inside a thread. Tokens and gates are read of padded rows too: these loads need not wait for the slot.
 
-    How ptxas spreads the state's loads decides the last two percent, and hangs on the order of the parameters and of
-    the address arithmetic (benchmarks/results/decode_variants.json): time it after any change.
+    How ptxas schedules this decides the last two percent, and hangs on the order of the parameters and of the address
+    arithmetic (benchmarks/results/decode_variants.json): time it after any change.
     """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
