@@ -136,8 +136,9 @@ class GatedDeltaRuleService:
                 self._counters.add("plans_refused", port=PORT, adapter=name, reason=reason)
 
     def _part(self, adapter: GatedDeltaRule, plan: GdnPlan) -> GdnPlan:
-        """``plan`` without tokens or drafts where ``adapter`` is never given any."""
-        if self._fallback is not None and adapter is self._fallback[1]:
+        """``plan`` without tokens or drafts where ``adapter`` is given none; what is no plan is for it to refuse."""
+        whole = self._fallback is not None and adapter is self._fallback[1]
+        if whole or not isinstance(plan, GdnPlan):
             return plan
         served = {phase for phase, (_, chosen) in self._adapters.items() if chosen is adapter}
         tokens = plan.max_tokens if Phase.EXTEND in served else 0
