@@ -18,8 +18,9 @@ from qwen35.ports.gated_delta_rule import CheckpointPlan, DecodeCall, ExtendCall
 class ExtendContext:
     """What GDNAttnBackend.forward_extend knows and does not pass on.
 
-    Raw gates ``a``, ``b`` [T, HV] (or [1, T, HV]) with their parameters, the sequences' ``lengths`` on the host, and
-    whether the rows of a verify are ``ragged``: of different draft lengths.
+    Raw gates ``a``, ``b`` [T, HV] (or [1, T, HV]) with their parameters, the sequences' ``lengths`` on the host,
+    whether the rows of a verify are ``ragged``: of different draft lengths, and whether the call is one of multi-item
+    ``scoring``: the dispatcher is then handed other rows than these, with rounded gates alone.
     """
 
     a: Tensor
@@ -28,9 +29,10 @@ class ExtendContext:
     dt_bias: Tensor
     lengths: tuple[int, ...] | None
     ragged: bool
+    scoring: bool
 
 
-#: The forward_extend that is running; None where the gates in it are not those of the dispatcher's call.
+#: The forward_extend that is running; None outside of one.
 EXTENDING: ContextVar[ExtendContext | None] = ContextVar("qwen35_extending", default=None)
 
 _EXTEND_KNOWN = frozenset({
@@ -87,12 +89,14 @@ def extend_call(
     Also the whole output [T, HV, V], of which the call fills the rows of sequences and the rest is zero (None: the
     call makes its own output, and that is all of it).
     """
+    context = EXTENDING.get()
+    if context is not None and context.scoring:
+        raise UnsupportedError("extend", ["extend requires a batch without multi-item scoring"])
     refuse_unknown("extend", others, _EXTEND_KNOWN)
     if not others.get("inplace_update", True):
         raise UnsupportedError("extend", ["extend requires an update in place, got inplace_update=False"])
     q, k, v = (x[0] for x in (q, k, v))
     tokens, sequences = q.shape[0], offsets.shape[0] - 1
-    context = EXTENDING.get()
     lengths = None if context is None else context.lengths
     if lengths is not None and (len(lengths) != sequences or sum(lengths) > tokens):
         lengths = None

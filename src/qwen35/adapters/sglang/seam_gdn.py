@@ -12,7 +12,7 @@ from qwen35.adapters.sglang import seam
 from qwen35.adapters.sglang.seam import Hook
 from qwen35.adapters.sglang.seam_calls import EXTENDING, ExtendContext
 from qwen35.adapters.sglang.seam_determinism import deterministic, deterministic_note
-from qwen35.adapters.sglang.seam_kernel import SCORING_ITEMS, GdnKernel, kernel_class, stand_in
+from qwen35.adapters.sglang.seam_kernel import GdnKernel, kernel_class, stand_in
 from qwen35.adapters.sglang.seam_moved import Guard
 from qwen35.adapters.sglang.seam_plan import backend_plan, replays_inputs, reserved_pool, union
 from qwen35.adapters.sglang.seam_router import PORT, KernelRouter
@@ -167,14 +167,11 @@ class GdnSeam:
         self, original: Callable[..., Any], backend: Any, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any,
         b: Any, **kwargs: Any,
     ) -> Any:  # fmt: skip
-        scoring = backend.mis_metadata is not None  # it hands the dispatcher other rows than these
-        context = None if scoring else _context(layer, forward_batch, a, b)
-        token, scored = EXTENDING.set(context), SCORING_ITEMS.set(scoring)
+        token = EXTENDING.set(_context(layer, forward_batch, a, b, scoring=backend.mis_metadata is not None))
         try:
             return original(backend, layer=layer, forward_batch=forward_batch, mixed_qkv=mixed_qkv, a=a, b=b, **kwargs)
         finally:
             EXTENDING.reset(token)
-            SCORING_ITEMS.reset(scored)
 
     def _around_weight_update(self, original: Callable[..., Any], updater: Any, *args: Any, **kwargs: Any) -> Any:
         from sglang.srt.constants import GPU_MEMORY_TYPE_WEIGHTS
@@ -210,11 +207,11 @@ class GdnSeam:
             logger.warning("qwen35: %s", text)
 
 
-def _context(layer: Any, forward_batch: Any, a: Any, b: Any) -> ExtendContext:
+def _context(layer: Any, forward_batch: Any, a: Any, b: Any, *, scoring: bool) -> ExtendContext:
     verify = forward_batch.forward_mode.is_target_verify()
     lengths = None if verify else forward_batch.extend_seq_lens_cpu
     return ExtendContext(
         a=a, b=b, A_log=layer.A_log, dt_bias=layer.dt_bias,
         lengths=None if lengths is None else tuple(int(n) for n in lengths),
-        ragged=verify and forward_batch.spec_info.ragged_verify_layout is not None,
+        ragged=verify and forward_batch.spec_info.ragged_verify_layout is not None, scoring=scoring,
     )  # fmt: skip

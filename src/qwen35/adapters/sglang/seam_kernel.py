@@ -7,7 +7,6 @@ Argument names and layouts are those of LinearAttnKernelBase: token tensors [1, 
 from __future__ import annotations
 
 import inspect
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -22,8 +21,6 @@ from qwen35.ports.gated_delta_rule import ExtendCall, GatedDeltaRule
 from qwen35.services.devices import capturing
 
 NULL_SLOT = 0
-#: Whether the forward_extend that is running scores several items a sequence.
-SCORING_ITEMS: ContextVar[bool] = ContextVar("qwen35_scoring_items", default=False)
 
 
 class GdnKernel:
@@ -97,8 +94,6 @@ class GdnKernel:
             return self._own_extend(q, k, v, g, beta, ssm_states, cache_indices, query_start_loc, kwargs)
 
         def ours(service: GatedDeltaRule) -> tuple[Tensor, None, Tensor | None]:
-            if SCORING_ITEMS.get():  # rows of which only the rounded gates are here, and of items no state is kept
-                raise UnsupportedError("extend", ["extend requires a batch without multi-item scoring"])
             call, whole = seam_calls.extend_call(
                 q, k, v, g, beta, ssm_states, self._slots(cache_indices, ssm_states), query_start_loc, kwargs
             )
