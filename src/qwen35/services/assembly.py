@@ -53,10 +53,9 @@ def make_gated_delta_rule(settings: Settings, registry: AdapterRegistry, counter
         made = {name: ShadowedGatedDeltaRule(name, adapter, shadow) for name, adapter in made.items()}
     fallback = None if settings.gdn_fallback is None else (settings.gdn_fallback, made[settings.gdn_fallback])
     adapters = {phase: (name, made[name]) for phase, name in names.items()}
-    holders = [adapter for adapter in made.values() if isinstance(adapter, HoldsScratch)]
-    if len(holders) == len(made):
-        return ScratchHoldingService(adapters, counters, fallback, settings.checked, holders)
-    return GatedDeltaRuleService(adapters, counters, fallback, settings.checked)
+    told = all(isinstance(adapter, HoldsScratch) for adapter in made.values())
+    service = ScratchHoldingService if told else GatedDeltaRuleService
+    return service(adapters, counters, fallback, settings.checked)
 
 
 def make_shadow(spec: ShadowSpec, settings: Settings, registry: AdapterRegistry, counters: Counters) -> Shadow:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
@@ -114,9 +114,8 @@ class GatedDeltaRuleService:
 
     def prepare(self, plan: GdnPlan) -> None:
         """Prepare every chosen adapter for what it serves of the plan, and the fallback for all of it, with the plan's
-        GPU current. Raises ``UnsupportedError`` where
-        a chosen adapter cannot serve the plan and no fallback can, with the reasons of all and once all others are
-        prepared; other refusals are counted."""
+        GPU current. Raises ``UnsupportedError`` where a chosen adapter cannot serve the plan and no fallback can, with
+        the reasons of all and once all others are prepared; other refusals are counted."""
         with on(plan.device if isinstance(plan, GdnPlan) else None):
             self._prepare(plan)
 
@@ -200,24 +199,17 @@ class GatedDeltaRuleService:
 
 
 class ScratchHoldingService(GatedDeltaRuleService):
-    """The service over adapters that all say how much scratch they hold (``holders``, each once): it says it too."""
-
-    def __init__(
-        self, adapters: Mapping[Phase, tuple[str, GatedDeltaRule]], counters: Counters,
-        fallback: tuple[str, GatedDeltaRule] | None, checked: bool, holders: Collection[HoldsScratch],
-    ) -> None:  # fmt: skip
-        super().__init__(adapters, counters, fallback, checked)
-        self._holders = tuple(holders)
+    """The service over adapters that all say how much scratch they hold: it says it too."""
 
     @property
     def scratch_bytes(self) -> int:
         """Bytes of scratch held now by the adapters of every phase and the fallback."""
-        return sum(holder.scratch_bytes for holder in self._holders)
+        return sum(held.scratch_bytes for _, held in self._used() if isinstance(held, HoldsScratch))
 
     @property
     def scratch_bound(self) -> int:
         """Bytes of scratch that these adapters never exceed under the current plan."""
-        return sum(holder.scratch_bound for holder in self._holders)
+        return sum(held.scratch_bound for _, held in self._used() if isinstance(held, HoldsScratch))
 
 
 def _tensors(call: GdnCall) -> tuple[tuple[str, Tensor], ...]:

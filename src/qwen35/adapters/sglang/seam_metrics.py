@@ -80,13 +80,13 @@ class PrometheusMirror:
             )  # fmt: skip
 
     def _copy_one(self, key: tuple[str, tuple[tuple[str, str], ...]], value: int) -> None:
-        from prometheus_client import Counter
-
         delta = value - self._seen.get(key, 0)
         if not delta:
             return
         name, labels = key
         if name not in self._metrics:
+            from prometheus_client import Counter
+
             about = f"qwen35: {name.replace('_', ' ')}"
             # In no registry of this process: the endpoint reads the files, and a second mirror may follow.
             self._metrics[name] = Counter(PREFIX + name, about, (*LABELS, REPLICA), registry=None)
