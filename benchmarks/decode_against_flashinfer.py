@@ -26,18 +26,14 @@ import typer
 import qwen35
 from qwen35.ports.gated_delta_rule import DecodeCall, GatedDeltaRule
 from qwen35.testing.machine import versions
-from qwen35.testing.measure import copy_bandwidth, time_graph
-from tune_gdn_decode import WIDTH, alone, calls
+from qwen35.testing.measure import copy_bandwidth
+from tune_gdn_decode import WIDTH, alone, calls, in_a_row
 
 ADAPTERS = ("flashinfer", "triton")
 ROUNDS = 5
 #: Value heads, key heads, rows; the state is float32.
 ROWS = ((32, 16, 1), (32, 16, 8), (32, 16, 64), (32, 16, 256), (64, 16, 256), (8, 2, 256))
 DEVICE = torch.device("cuda")
-
-
-def in_a_row(thunks: list[Callable[[], object]]) -> float:
-    return time_graph(thunks, DEVICE, replays=10).median_us
 
 
 def row(heads: int, key_heads: int, batch: int, ceiling: float) -> dict[str, Any]:

@@ -63,15 +63,19 @@ def rank_of(trace: str) -> str:
 
 
 def launches(kernels: list[Row]) -> dict[str, dict[str, int]]:
-    """Kernels by name, most often launched first.
-
-    All kernels of one replay carry its correlation id, a kernel that was launched alone has one of its own.
-    """
-    at_once = Counter(event["args"]["correlation"] for event in kernels)
+    """Kernels by name, most often launched first, those of replayed graphs apart."""
     names: dict[str, Counter[str]] = {"graph": Counter(), "eager": Counter()}
-    for event in kernels:
-        names["graph" if at_once[event["args"]["correlation"]] > 1 else "eager"][event["name"]] += 1
+    for launch in by_launch(kernels):
+        names["graph" if len(launch) > 1 else "eager"].update(event["name"] for event in launch)
     return {where: dict(found.most_common()) for where, found in names.items()}
+
+
+def by_launch(kernels: list[Row]) -> list[list[Row]]:
+    """All kernels of one replay carry its correlation id, a kernel that was launched alone has one of its own."""
+    launched: dict[int, list[Row]] = {}
+    for event in kernels:
+        launched.setdefault(event["args"]["correlation"], []).append(event)
+    return list(launched.values())
 
 
 def replays(kernels: list[Row]) -> Row:
@@ -80,14 +84,12 @@ def replays(kernels: list[Row]) -> Row:
     ``span_us`` from the first kernel's start to the last one's end, ``kernels_us`` the sum of the kernels' own times,
     and that sum by name, the largest ten.
     """
-    graphs: dict[int, list[Row]] = {}
-    for event in kernels:
-        graphs.setdefault(event["args"]["correlation"], []).append(event)
-    sizes = Counter(len(graph) for graph in graphs.values() if len(graph) > 1)
+    graphs = [launch for launch in by_launch(kernels) if len(launch) > 1]
+    sizes = Counter(map(len, graphs))
     if not sizes:
         return {"replays": 0}
     size = sizes.most_common(1)[0][0]
-    steps = [graph for graph in graphs.values() if len(graph) == size]
+    steps = [graph for graph in graphs if len(graph) == size]
     by_name = [Counter[str]() for _ in steps]
     for names, step in zip(by_name, steps, strict=True):
         for event in step:

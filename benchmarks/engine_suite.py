@@ -134,8 +134,8 @@ def run_in_turn(
         result = places.result(name)
         if result.is_file():
             medians = {measure: statistics.median(values) for measure, values in samples.items()}
-            whole = json.loads(result.read_text()) | {"samples": samples, "bench": medians}
-            whole["device_steps"] = turns.device_steps.get(name, {})
+            found = {"samples": samples, "bench": medians, "device_steps": turns.device_steps.get(name, {})}
+            whole = json.loads(result.read_text()) | found
             result.write_text(json.dumps(whole, indent=1))
     return failures
 

@@ -63,6 +63,11 @@ def calls(batch: int, heads: int, key_heads: int, state_dtype: torch.dtype) -> l
     return made
 
 
+def in_a_row(thunks: list[Callable[[], object]]) -> float:
+    """Microseconds of one of the calls, one after another in one graph."""
+    return time_graph(thunks, torch.device("cuda"), replays=10).median_us
+
+
 def alone(call: Callable[[], object]) -> float:
     """Microseconds of one call, the only one of its graph, with the L2 flushed before each replay."""
     call()
@@ -78,8 +83,8 @@ def alone(call: Callable[[], object]) -> float:
 def time_tile(made: list[DecodeCall], tile: DecodeConfig) -> dict[str, float]:
     """Microseconds of one call, in a row with others and alone."""
     out = torch.empty_like(made[0].v)
-    thunks = [partial(launch_decode, call, out, tile) for call in made]
-    return {"in a row": time_graph(thunks, torch.device("cuda"), replays=10).median_us, "alone": alone(thunks[0])}
+    thunks: list[Callable[[], object]] = [partial(launch_decode, call, out, tile) for call in made]
+    return {"in a row": in_a_row(thunks), "alone": alone(thunks[0])}
 
 
 def sweep(
