@@ -15,7 +15,8 @@ from engine_turns import Measure, Turns
 
 BENCHMARKS = Path(engine_turns.__file__).parent
 
-#: An engine of 10 ms a token and ``slow`` times that; the third answer ends it where ``dies``.
+#: An engine of 10 ms a token and ``slow`` times that, half as fast every other time it is asked the same; the third
+#: answer ends it where ``dies``.
 ENGINE = """
 import sys
 sys.path.insert(0, {folder!r})
@@ -27,7 +28,8 @@ def seconds(batch, length, new, seed):
     answers.append((batch, length, new, seed))
     if {dies} and len(answers) > 2:
         raise SystemExit(3)
-    return {slow} * 0.01 * (new + length / 100)
+    held_up = 1 + [asked[:3] for asked in answers].count((batch, length, new)) % 2
+    return held_up * {slow} * 0.01 * (new + length / 100)
 serve({path!r}, {tag!r}, {{"seconds": seconds, "device": device}})
 print(answers)
 """
@@ -50,7 +52,7 @@ def test_engines_are_asked_in_turn_and_compared_round_by_round(tmp_path: Path) -
         Step("absent", (sys.executable, "-c", "raise SystemExit('no such model')"), tmp_path / "absent.log", 30.0),
     ]  # fmt: skip
     turns = Turns(steps, path, time.monotonic() + 60)
-    turns.run((Measure(2, 100, long=11, short=1), Measure(1, 200)), 3, time.monotonic() + 60)
+    turns.run((Measure(2, 100, long=11, short=1, tries=2), Measure(1, 200, tries=3)), 3, time.monotonic() + 60)
     turns.end()
     decode, prefill = "decode tokens/s, batch 2", "prefill tokens/s, 200 tokens"
     assert {name: len(values) for name, values in turns.samples["plain"].items()} == {decode: 3, prefill: 3}
@@ -63,7 +65,8 @@ def test_engines_are_asked_in_turn_and_compared_round_by_round(tmp_path: Path) -
     assert sorted({failure["name"] for failure in turns.failures}) == ["absent", "dies"]
     said, also = (timed(tmp_path / f"{name}.log") for name in ("plain", "slow"))
     assert said == also, "every engine is given the same prompts"
-    assert len({seed for *_, seed in said}) == 3, "and new ones in every round"
+    prefills = [seed for batch, _, _, seed in said if batch == 1]
+    assert len(prefills) == len(set(prefills)) == 4 * 3, "and new ones in every try of every round"
 
 
 def test_a_round_that_is_late_is_left_out(tmp_path: Path) -> None:
