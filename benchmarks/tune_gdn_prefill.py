@@ -24,7 +24,7 @@ from rich.table import Table
 
 from qwen35.adapters.triton.gated_delta_rule import TritonGatedDeltaRule
 from qwen35.adapters.triton.kernels.gdn_config import ExtendConfig
-from qwen35.adapters.triton.kernels.gdn_extend import launch_chunks, launch_scan
+from qwen35.adapters.triton.kernels.gdn_extend_launch import ExtendLaunch
 from qwen35.adapters.triton.kernels.gdn_scratch import ExtendScratch, cut, scratch_bytes
 from qwen35.ports.gated_delta_rule import ExtendCall, RawGates
 from qwen35.testing.machine import versions
@@ -51,6 +51,10 @@ def make_call(sequences: int, length: int, heads: int, key_heads: int) -> Extend
     return ExtendCall(q=q, k=k, v=v, gates=gates, states=states, slots=slots, cu_seqlens=ends)
 
 
+def launch_of(call: ExtendCall, config: ExtendConfig) -> ExtendLaunch:
+    return ExtendLaunch(call, config, torch.bfloat16, (call.v.shape[1] * WIDTH, WIDTH))
+
+
 def scratch_for(call: ExtendCall) -> ExtendScratch:
     tokens, heads = call.v.shape[:2]
     room = torch.empty(scratch_bytes(heads, tokens, torch.bfloat16), dtype=torch.uint8, device=call.v.device)
@@ -64,7 +68,7 @@ def time_thunk(thunk: Callable[[], object]) -> float:
 def sweep(
     title: str,
     configs: list[ExtendConfig],
-    launch: Callable[[ExtendCall, ExtendScratch, ExtendConfig], object],
+    launch: Callable[[ExtendLaunch, ExtendCall, ExtendScratch], object],
     calls: list[ExtendCall],
     console: Console,
 ) -> list[dict[str, object]]:
@@ -75,10 +79,13 @@ def sweep(
     results: list[dict[str, object]] = []
     scratch = [scratch_for(call) for call in calls]
     for call, room in zip(calls, scratch, strict=True):
-        launch_chunks(call, room, configs[0])
+        launch_of(call, configs[0]).chunks(call, room)
     for config in configs:
         try:
-            times = [time_thunk(partial(launch, call, room, config)) for call, room in zip(calls, scratch, strict=True)]
+            times = [
+                time_thunk(partial(launch, launch_of(call, config), call, room))
+                for call, room in zip(calls, scratch, strict=True)
+            ]
         except triton.runtime.errors.OutOfResources as exc:
             table.add_row(str(config), str(exc))
             continue
@@ -116,11 +123,11 @@ def main() -> None:
     outs = {id(call): torch.empty_like(call.v) for call in calls}
     results = whole(calls, console)
     scans = [ExtendConfig(block_v=b, scan_warps=w, scan_stages=s) for b, w, s in SCANS]
-    results += sweep("scan", scans, lambda c, r, f: launch_scan(c, outs[id(c)], None, r, f), calls, console)
+    results += sweep("scan", scans, lambda by, c, r: by.scan(c, outs[id(c)], None, r), calls, console)
     chunks = [
         ExtendConfig(block_v=32, scan_warps=4, scan_stages=3, chunk_warps=w, chunk_registers=r) for w, r in CHUNKS
     ]
-    results += sweep("chunk", chunks, launch_chunks, calls, console)
+    results += sweep("chunk", chunks, ExtendLaunch.chunks, calls, console)
     options.out.mkdir(parents=True, exist_ok=True)
     payload = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"), "command": shlex.join(["python", *sys.argv]),

@@ -13,7 +13,15 @@ from elsewhere import Elsewhere, elsewhere
 from qwen35.domain.capabilities import Support
 from qwen35.domain.errors import ContractError, DeviceError, DtypeError, ShapeError, UnsupportedError
 from qwen35.ports.admission import Admission
-from qwen35.ports.gated_delta_rule import CommitCall, DecodeCall, LogGates, RawGates, VerifyCall
+from qwen35.ports.gated_delta_rule import (
+    CheckpointPlan,
+    CommitCall,
+    DecodeCall,
+    ExtendCall,
+    LogGates,
+    RawGates,
+    VerifyCall,
+)
 from qwen35.ports.short_convolution import ConvDecodeCall
 
 H, HV, K, V, N = 1, 2, 8, 4, 6
@@ -32,6 +40,16 @@ def tokens(*lead: int) -> dict[str, Any]:
 
 def decode(batch: int = 2) -> Any:
     return elsewhere(DecodeCall(**tokens(batch)))
+
+
+def extend(count: int = 5) -> Any:
+    """Two sequences of ``count`` tokens together, the first of two."""
+    facts = tokens(count) | {"slots": torch.tensor([1, 4]), "cu_seqlens": torch.tensor([0, 2, count])}
+    return elsewhere(ExtendCall(**facts, seq_lens_host=(2, count - 2)))
+
+
+def checkpoints(every: int, *starts: int) -> CheckpointPlan:
+    return elsewhere(CheckpointPlan(every=every, starts=torch.tensor(starts), count=starts[-1]))
 
 
 def verify() -> Any:
@@ -68,7 +86,7 @@ class Desk:
         return self.settled
 
 
-@pytest.mark.parametrize("make", [decode, verify, commit, conv_decode])
+@pytest.mark.parametrize("make", [decode, extend, verify, commit, conv_decode])
 def test_a_layout_is_looked_at_once(make: Callable[[], Any]) -> None:
     desk = Desk()
     assert [desk.admit(make()) for _ in range(3)] == [1, 1, 1]
@@ -86,6 +104,49 @@ def test_layouts_take_turns_and_keep_what_was_settled() -> None:
     assert [desk.admit(call) for call in calls] == first
     assert [desk.admit(call) for call in reversed(calls)] == first[::-1]
     assert desk.looks == len(calls)
+
+
+def test_an_extend_is_known_until_another_comes() -> None:
+    """Prompts seldom have the same lengths twice: they would drive out what decodes come again and again with."""
+    desk = Desk()
+    admitted = [desk.admit(call) for call in (extend(5), decode(), extend(5), extend(6), extend(5), decode())]
+    assert admitted == [1, 2, 1, 3, 4, 2]
+
+
+OTHERS: dict[str, Any] = {
+    "lengths": lambda call: replace(call, seq_lens_host=(3, 2), cu_seqlens=torch.tensor([0, 3, 5])),
+    "no lengths": lambda call: replace(call, seq_lens_host=None),
+    "scale": lambda call: replace(call, scale=0.5),
+    "fresh": lambda call: elsewhere(replace(call, fresh=torch.ones(2, dtype=torch.bool))),
+    "write slots": lambda call: elsewhere(replace(call, write_slots=call.slots + 1)),
+    "checkpoints": lambda call: replace(call, checkpoints=checkpoints(1, 0, 2, 5)),
+}
+
+
+@pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
+def test_what_the_host_knows_tells_one_extend_from_another(change: Any) -> None:
+    desk, call = Desk(), extend()
+    other = change(call)
+    assert [desk.admit(one) for one in (call, other, other, call)] == [1, 2, 2, 3]
+
+
+def test_another_number_of_checkpoints_is_another_extend() -> None:
+    desk = Desk()
+    plans = [checkpoints(1, 0, 2, 5), checkpoints(1, 0, 2, 5), checkpoints(2, 0, 1, 2), checkpoints(3, 0, 0, 1)]
+    assert [desk.admit(replace(extend(), checkpoints=plan)) for plan in plans] == [1, 1, 2, 3]
+
+
+def test_lengths_that_are_equal_and_no_ints_are_refused_after_their_layout_was_seen() -> None:
+    desk, call, lengths = Desk(), extend(), [2, 3]
+    desk.admit(replace(call, seq_lens_host=lengths))
+    for bad, message in (((2.0, 3), r"\[0\] must be an int"), (torch.tensor([2, 3]), "tuple or list")):
+        with pytest.raises(ContractError, match=message):
+            desk.admit(replace(call, seq_lens_host=bad))
+    lengths[0] = 1
+    with pytest.raises(ContractError, match="must add up to T = 5, got 4"):
+        desk.admit(replace(call, seq_lens_host=lengths))
+    with pytest.raises(ContractError, match="checkpoints must be a CheckpointPlan"):
+        desk.admit(replace(call, checkpoints=(1, 2)))
 
 
 def test_a_call_whose_values_the_host_sees_is_looked_at_each_time() -> None:
@@ -135,11 +196,12 @@ BAD: list[tuple[str, Any, type[ContractError]]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize("make", [decode, extend])
 @pytest.mark.parametrize(("name", "change", "error"), BAD)
 def test_what_a_check_refuses_is_refused_after_the_layout_was_seen(
-    name: str, change: Any, error: type[ContractError]
+    name: str, change: Any, error: type[ContractError], make: Callable[[], Any]
 ) -> None:
-    desk, call = Desk(), decode()
+    desk, call = Desk(), make()
     desk.admit(call)
     with pytest.raises(error, match=name):
         desk.admit(replace(call, **{name: change(getattr(call, name))}))

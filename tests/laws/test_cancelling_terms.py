@@ -95,7 +95,7 @@ def test_an_output_that_cancels_is_judged_by_its_terms(law: Law) -> None:
 @pytest.mark.parametrize("phase", PHASES)
 def test_what_is_off_by_more_than_the_rounding_of_its_terms_is_caught(phase: Phase) -> None:
     (law,) = (law for law in number_laws(Orthogonal()) if law.name == f"{phase}: within the stated bound of the oracle")
-    report = run_law(law, bench_of(RoundsQueries), examples=10, shrink=False)
+    report = run_law(law, bench_of(RoundsQueries), examples=100, shrink=False)
     assert report.status is LawStatus.FAILED, str(report)
     assert "out: relative error" in report.reason
 

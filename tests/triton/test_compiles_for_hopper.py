@@ -21,10 +21,10 @@ from qwen35.adapters.triton.kernels import (
     gdn_config,
     gdn_decode,
     gdn_extend,
+    gdn_extend_launch,
     gdn_verify,
 )
 from qwen35.adapters.triton.kernels.gdn_launch import dot_dtype
-from qwen35.adapters.triton.kernels.gdn_scratch import cut, scratch_bytes
 from qwen35.ports.gated_delta_rule import (
     CheckpointPlan,
     CommitCall,
@@ -35,6 +35,7 @@ from qwen35.ports.gated_delta_rule import (
     VerifyCall,
 )
 from qwen35.ports.short_convolution import ConvCommitCall, ConvDecodeCall, ConvExtendCall, ConvVerifyCall
+from qwen35.services.scratch import empty_aligned
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
 
@@ -124,6 +125,10 @@ def pool(width: int, value_width: int, dtype: torch.dtype) -> dict[str, torch.Te
     return {"states": torch.zeros(1, HEADS, value_width, width, dtype=dtype), "slots": slots}
 
 
+def room_for(launch: gdn_extend_launch.ExtendLaunch) -> torch.Tensor:
+    return empty_aligned((launch.scratch_bytes,), torch.uint8, torch.device("cpu"), 256)
+
+
 BOTH = [torch.float32, torch.bfloat16]
 
 
@@ -198,11 +203,56 @@ def test_extend_compiles(
         checkpoints=CheckpointPlan(every=64, starts=starts, count=1) if checkpoints else None,
     )  # fmt: skip
     dot = dot_dtype(dtype, interpreted=False)
-    room = torch.empty(scratch_bytes(HEADS, 64, dot), dtype=torch.uint8)
     config = gdn_config.extend_config(sequences, HEADS, width, value_width, dot.itemsize, HOPPER_SHARED_BYTES)
+    launch = gdn_extend_launch.ExtendLaunch(call, config, dot, (HEADS * value_width, value_width))
     kept = torch.zeros_like(call.states) if checkpoints else None
-    gdn_extend.launch_extend(call, torch.empty_like(call.v), kept, cut(room, HEADS, 64, dot), config)
+    launch(call, torch.empty_like(call.v), kept, room_for(launch))
     assert hopper.loaded == ["chunk_kernel", "scan_kernel"]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+@pytest.mark.parametrize("more", [False, True])
+def test_an_extend_that_comes_again_is_launched_with_the_same_arguments(
+    hopper: HopperWithoutDevice, raw: bool, more: bool
+) -> None:
+    """``more``: write slots, fresh flags and checkpoints too. For an address that is no multiple of 16 Triton looks
+    again."""
+    call = ExtendCall(
+        **tokens(128, 128, torch.bfloat16, 64), **pool(128, 128, torch.float32), scale=0.25,
+        cu_seqlens=torch.tensor([0, 64], dtype=torch.int32),
+    )  # fmt: skip
+    if not raw:
+        call = replace(call, gates=LogGates(g=torch.zeros(64, HEADS), beta=torch.zeros(64, HEADS)))
+    if more:
+        plan = CheckpointPlan(every=64, starts=torch.tensor([0, 1]), count=1)
+        call = replace(call, write_slots=call.slots.clone(), fresh=torch.zeros(1, dtype=torch.bool), checkpoints=plan)
+    off = replace(call, q=torch.zeros(call.q.numel() + 4, dtype=torch.bfloat16)[4:].view(call.q.shape))
+    out, kept = torch.empty_like(call.v), torch.zeros_like(call.states) if more else None
+    config = gdn_config.extend_config(1, HEADS, 128, 128, 2, HOPPER_SHARED_BYTES)
+    launch = gdn_extend_launch.ExtendLaunch(call, config, torch.bfloat16, (HEADS * 128, 128))
+    room = room_for(launch)
+    for made in (call, call, off, replace(call, v=call.v.clone())):
+        launch(made, out, kept, room)
+    assert hopper.loaded == ["chunk_kernel", "scan_kernel"] * 2
+    assert [function for function, _ in hopper.launched] == [1, 2, 1, 2, 3, 4, 1, 2]
+    firsts, again = ([arguments for _, arguments in hopper.launched[at : at + 2]] for at in (0, 2))
+    for first, same in zip(firsts, again, strict=True):
+        assert [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in first] == list(same)
+    kernels = gdn_extend.chunk_kernel, gdn_extend.scan_kernel
+    chunks, scan = (dict(zip(kernel.arg_names, by, strict=True)) for kernel, by in zip(kernels, again, strict=True))
+    both = {"q_row": KEY_HEADS * 128, "k_head": 128, "tokens": 64, "HV": HEADS, "RATIO": HEADS // KEY_HEADS, "K": 128}
+    expected = both | {"scale": 0.25, "sequences": 1, "gate_row": HEADS, "beta_row": HEADS, "RAW": raw}
+    assert {name: chunks[name] for name in expected} == expected
+    expected = both | {"v_row": HEADS * 128, "out_row": HEADS * 128, "out_head": 128, "V": 128, "every": 64}
+    expected |= {"slot_stride": HEADS * 128 * 128, "BLOCK_V": config.block_v}
+    assert {name: scan[name] for name in expected} == expected
+    tensors = {
+        "q": call.q, "k": call.k, "v": call.v, "states": call.states, "slots": call.slots, "fresh": call.fresh,
+        "cu_seqlens": call.cu_seqlens, "write_slots": call.write_slots, "out": out, "checkpoints": kept,
+        "starts": call.checkpoints.starts if call.checkpoints else None, "inverse": room,
+    }  # fmt: skip
+    for name, tensor in tensors.items():
+        assert scan[name] == (None if tensor is None else tensor.data_ptr()), name
 
 
 @pytest.mark.parametrize("sequences", [1, 512])
@@ -246,12 +296,9 @@ def test_gdn_grids_of_2048_rows_exist(hopper: HopperWithoutDevice) -> None:
         CommitCall(states=call.states, slots=call.slots, intermediates=draft.intermediates, last=call.slots)
     )
     extend = ExtendCall(**many(ROWS), cu_seqlens=torch.arange(ROWS + 1, dtype=torch.int32))
-    room = torch.empty(scratch_bytes(MANY_HEADS, ROWS, torch.bfloat16), dtype=torch.uint8)
-    gdn_extend.launch_extend(
-        extend, torch.empty_like(extend.v), None,
-        cut(room, MANY_HEADS, ROWS, torch.bfloat16),
-        gdn_config.extend_config(ROWS, MANY_HEADS, WIDTH, WIDTH, 2, HOPPER_SHARED_BYTES),
-    )  # fmt: skip
+    config = gdn_config.extend_config(ROWS, MANY_HEADS, WIDTH, WIDTH, 2, HOPPER_SHARED_BYTES)
+    launch = gdn_extend_launch.ExtendLaunch(extend, config, torch.bfloat16, (MANY_HEADS * WIDTH, WIDTH))
+    launch(extend, torch.empty_like(extend.v), None, room_for(launch))
     fits(
         hopper.grids,
         {

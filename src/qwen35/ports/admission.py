@@ -55,10 +55,12 @@ class Admission:
     """What an adapter runs first in every call: the contract's check, then its own ``supports``.
 
     Raises ``ContractError`` or ``UnsupportedError`` before anything is written. On a device, a decode, verify or commit
-    whose layout was admitted before is admitted by a look-up; extends, and calls whose index values the host can see
-    (CPU tensors), are checked each time. ``supports`` may depend on nothing but layouts, dtypes, devices and ``scale``.
-    ``cover`` then makes sure that a plan covers the call, or raises; plans may only widen. ``settle`` makes what calls
-    of one layout share, which each of them gets back.
+    whose layout was admitted before is admitted by a look-up. Extends seldom come again, but a model's layers make the
+    same one in turn: it is admitted where it looks like the one before, lengths on the host and checkpoints too. Calls
+    whose index values the host can see (CPU tensors) are checked each time. ``supports`` may depend on nothing but
+    layouts, dtypes, devices, ``scale`` and a checkpoint plan's numbers. ``cover`` then makes sure that a plan covers
+    the call, or raises; plans may only widen. ``settle`` makes what calls of one layout share, which each of them gets
+    back.
     """
 
     def __init__(
@@ -77,7 +79,8 @@ class Admission:
         if latest is not None and latest.recall(call):
             return latest.settled
         try:
-            layout = _layout(call)
+            seen = kind in _NAMES and not _pool(call).is_cpu
+            layout = _layout(call) if seen and kind is not ExtendCall else None
         except AttributeError:  # something is no tensor: the check names it
             CHECKS[kind](call)
             raise
@@ -92,10 +95,12 @@ class Admission:
             raise UnsupportedError(f"{kind.__name__} for {self._what}", support.reasons)
         self._cover(call)
         settled = self._settle(call)
-        if layout is not None:
-            if len(self._known) >= MAX_LAYOUTS:
-                self._known.clear()
-            self._known[layout] = self._latest[kind] = _Known(call, settled)
+        if seen:
+            self._latest[kind] = known = _Known(call, settled)
+            if layout is not None:
+                if len(self._known) >= MAX_LAYOUTS:
+                    self._known.clear()
+                self._known[layout] = known
         return settled
 
 
@@ -108,11 +113,11 @@ class _Known:
         kind, self.settled = type(call), settled
         names = _NAMES[kind]
         self._missing = tuple(name for name in names if getattr(call, name) is None)
-        present = [name for name in names if name not in self._missing]
+        present = [_INSIDE.get(name, name) for name in names if name not in self._missing]
         if kind in _GATED:
             present += _LOG_NAMES if isinstance(call.gates, LogGates) else _RAW_NAMES
         self._present: Callable[[Any], tuple[Tensor, ...]] = attrgetter(*present)
-        self._setting = attrgetter(_SETTING[kind])
+        self._setting = _SETTING[kind]
         self._value = self._setting(call)
         self.compare_with(call)
 
@@ -132,18 +137,35 @@ class _Known:
         return self._same(*tensors) and bool(self._setting(call) == self._value)
 
 
+def _exactly(*values: object) -> tuple[object, ...]:
+    """Tells 1 from 1.0 and from True, which compare equal."""
+    return values, tuple(map(type, values))
+
+
+def _extend_setting(call: ExtendCall) -> tuple[object, ...]:
+    """What the host knows of an extend besides tensors; lengths that are no tuple or list are never equal to any."""
+    lengths, plan = call.seq_lens_host, call.checkpoints
+    # A tensor may lie on a device, where looking at its values would synchronise.
+    known = _exactly(*lengths) if isinstance(lengths, tuple | list) else lengths is None
+    return call.scale, known, None if plan is None else _exactly(plan.every, plan.count)
+
+
 #: The tensors of a kind of call that is admitted by its layout, those that may be missing last.
 _NAMES: Mapping[type, tuple[str, ...]] = {
     DecodeCall: ("q", "k", "v", "states", "slots", "write_slots", "out"),
+    ExtendCall: ("q", "k", "v", "states", "slots", "cu_seqlens", "fresh", "write_slots", "checkpoints", "out"),
     VerifyCall: ("q", "k", "v", "states", "slots", "intermediates", "rows", "parents", "out"),
     CommitCall: ("states", "slots", "intermediates", "last", "rows"),
     ConvDecodeCall: ("x", "weight", "windows", "slots", "bias", "write_slots", "out"),
 }
-#: What else tells one of them from another: a number, a word, and for commit nothing.
-_SETTING: Mapping[type, str] = {
-    DecodeCall: "scale", VerifyCall: "scale", CommitCall: "__class__", ConvDecodeCall: "activation",
+#: What is no tensor itself, and where its tensor is.
+_INSIDE: Mapping[str, str] = {"checkpoints": "checkpoints.starts"}
+#: What else tells one of them from another: a number, a word, what the host knows, and for commit nothing.
+_SETTING: Mapping[type, Callable[[Any], object]] = {
+    DecodeCall: attrgetter("scale"), ExtendCall: _extend_setting, VerifyCall: attrgetter("scale"),
+    CommitCall: attrgetter("__class__"), ConvDecodeCall: attrgetter("activation"),
 }  # fmt: skip
-_GATED = (DecodeCall, VerifyCall)
+_GATED = (DecodeCall, ExtendCall, VerifyCall)
 _RAW_NAMES = ("gates.a", "gates.b", "gates.A_log", "gates.dt_bias")
 _LOG_NAMES = ("gates.g", "gates.beta")
 _TENSORS: Mapping[type, Callable[[Any], tuple[Tensor | None, ...]]] = {
@@ -152,13 +174,17 @@ _TENSORS: Mapping[type, Callable[[Any], tuple[Tensor | None, ...]]] = {
 _RAW, _LOG = attrgetter(*_RAW_NAMES), attrgetter(*_LOG_NAMES)
 
 
-def _layout(call: Any) -> tuple[object, ...] | None:
-    """Everything that the checks look at, or None where values have to be looked at too."""
+def _pool(call: Any) -> Tensor:
+    """The pool tells where a call's tensors are."""
+    pool: Tensor = call.windows if type(call) is ConvDecodeCall else call.states
+    return pool
+
+
+def _layout(call: Any) -> tuple[object, ...]:
+    """Everything that the checks of a call on a device look at."""
     kind = type(call)
-    if kind not in _TENSORS or (call.windows if kind is ConvDecodeCall else call.states).is_cpu:
-        return None
     tensors = _TENSORS[kind](call)
-    key: list[object] = [kind, attrgetter(_SETTING[kind])(call)]
+    key: list[object] = [kind, _SETTING[kind](call)]
     if kind in _GATED:
         key.append(type(call.gates))
         tensors += _LOG(call) if isinstance(call.gates, LogGates) else _RAW(call)

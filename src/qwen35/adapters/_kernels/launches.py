@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
+
+from qwen35.services.devices import current_stream
 
 Grid = tuple[int, int, int]
 #: Bits of an address that Triton asks about.
@@ -21,7 +24,7 @@ class KeptLaunch:
     """Launches of ``kernel`` over ``grid`` with the arguments ``rest`` (constants among them) behind its pointers.
 
     ``first`` launches and keeps what Triton found, ``again`` launches that once it is ``kept``: on the same GPU, and
-    where the addresses whose low bits matter have none set.
+    where the addresses whose low bits matter have none set. ``launch`` is whichever of the two will do.
     """
 
     __slots__ = ("_function", "_grid", "_kernel", "_metadata", "_options", "_rest", "_run", "kept")
@@ -32,6 +35,14 @@ class KeptLaunch:
         self._run: Any = None
         self._function: Any = None
         self._metadata: Any = None
+
+    def launch(self, device: torch.device, aligned: bool, *tensors: Tensor | None) -> None:
+        """Launch on the current stream of ``device``. ``aligned``: as for ``first``."""
+        if aligned and self.kept:
+            addresses = (None if tensor is None else tensor.data_ptr() for tensor in tensors)
+            self.again(current_stream(device), *addresses)
+        else:
+            self.first(aligned, *tensors)
 
     def first(self, aligned: bool, *tensors: Tensor | None) -> None:
         """Launch on the current stream. ``aligned``: the addresses whose low bits matter have none set."""

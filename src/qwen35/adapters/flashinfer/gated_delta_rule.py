@@ -33,7 +33,7 @@ from qwen35.domain.capabilities import Phase, Support
 from qwen35.domain.errors import CaptureError, ClosedError, ContractError, UnsupportedError
 from qwen35.domain.platform import Platform
 from qwen35.ports.adapter import AdapterOptions
-from qwen35.ports.admission import CHECKS
+from qwen35.ports.admission import CHECKS, Admission
 from qwen35.ports.gated_delta_rule import (
     CommitCall,
     DecodeCall,
@@ -43,7 +43,7 @@ from qwen35.ports.gated_delta_rule import (
     GdnPlan,
     VerifyCall,
 )
-from qwen35.ports.gdn_checks import check_commit, check_extend
+from qwen35.ports.gdn_checks import check_commit
 from qwen35.ports.support import call_support, plan_support
 from qwen35.services.devices import capturing, current_stream
 from qwen35.services.parameter_copies import ParameterCopies
@@ -71,11 +71,13 @@ class FlashInferGatedDeltaRule:
     ) -> None:  # fmt: skip
         self.capabilities = capabilities_of(kernels, platform)
         self._kernels, self._rows = kernels, rows
-        self._platform, self._split = platform, options.prefill_split
+        self._split = options.prefill_split
         self._stream_of, self._parameters = stream_of, ParameterCopies(ALIGNMENT)
         self._scratch = Scratch(stream_of=stream_of)
         self._prefill_scratch = Scratch(spare=0, stream_of=stream_of)  # prefill is never captured
         self._prefill = Prefill(kernels, rows, self._prefill_scratch, workspaces)
+        splits = partial(split_prefill, options.prefill_split, platform)
+        self._admit_extend = Admission("FlashInfer", self.supports, settle=splits)
         self._plans = Plans(kernels)
         self._admitted: dict[tuple[object, ...], AdmittedVerify] = {}
         self._known: dict[tuple[object, ...], KnownDecode] = {}
@@ -184,14 +186,11 @@ class FlashInferGatedDeltaRule:
     def extend(self, call: ExtendCall) -> ExtendResult:
         """Packed sequences by the chunked prefill; not legal inside capture. See the port."""
         self._open()
-        check_extend(call)
-        self._refuse(call)
+        split = self._admit_extend(call, ExtendCall)
         if capturing(call.states.device):
             raise CaptureError("FlashInfer's prefill keeps workspaces that move: it cannot be captured")
-        plan = self._plans.covering(call)
-        split = split_prefill(self._split, self._platform, call)
         self._branches[Phase.EXTEND] = "sequence split" if split else "one pass"
-        return self._prefill.run(call, plan, split)
+        return self._prefill.run(call, self._plans.covering(call), split)
 
     def commit(self, call: CommitCall) -> None:
         """Copy accepted states in one launch; see the port."""

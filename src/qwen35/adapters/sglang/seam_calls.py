@@ -101,18 +101,21 @@ def extend_call(
     if lengths is not None and (len(lengths) != sequences or sum(lengths) > tokens):
         lengths = None
     real = tokens if lengths is None else sum(lengths)
+    raw = context if context is not None and context.a.shape[-2] == tokens else None
     gates: Gates
-    if context is not None and context.a.shape[-2] == tokens:
-        gates = _raw(context.a, context.b, context.A_log, context.dt_bias, (tokens, v.shape[-2]), real)
+    if raw is not None:
+        gates = _raw(raw.a, raw.b, raw.A_log, raw.dt_bias, (tokens, v.shape[-2]), real)
     else:
         gates = LogGates(g=g[0][:real].float(), beta=beta[0][:real].float())
     output = others.get("output")
-    whole = output[0] if output is not None else torch.empty_like(v) if real < tokens else None
-    if whole is not None:
+    whole = out = None if output is None else output[0]
+    if real < tokens:
+        whole = torch.empty_like(v) if whole is None else whole
+        q, k, v, out = q[:real], k[:real], v[:real], whole[:real]
         whole[real:].zero_()
     call = ExtendCall(
-        q=q[:real], k=k[:real], v=v[:real], gates=gates, states=states, slots=slots[:sequences], cu_seqlens=offsets,
-        seq_lens_host=lengths, checkpoints=checkpoint_plan(others), out=None if whole is None else whole[:real],
+        q=q, k=k, v=v, gates=gates, states=states, slots=slots[:sequences], cu_seqlens=offsets, seq_lens_host=lengths,
+        checkpoints=checkpoint_plan(others), out=out,
     )  # fmt: skip
     return call, whole
 
@@ -156,5 +159,7 @@ def _parents(links: Tensor) -> Tensor:
 def _raw(
     a: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, shape: tuple[int, ...], real: int | None = None
 ) -> RawGates:
-    a, b = a.reshape(shape)[:real], b.reshape(shape)[:real]
+    a, b = a.reshape(shape), b.reshape(shape)
+    if real is not None and real < shape[0]:
+        a, b = a[:real], b[:real]
     return RawGates(a=a, b=b, A_log=A_log, dt_bias=dt_bias)

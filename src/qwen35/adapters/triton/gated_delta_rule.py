@@ -33,6 +33,7 @@ from qwen35.services.scratch import Scratch
 if TYPE_CHECKING:
     from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig
     from qwen35.adapters.triton.kernels.gdn_decode import DecodeLaunch
+    from qwen35.adapters.triton.kernels.gdn_extend_launch import ExtendLaunch
 
 #: A row of the state must fit one program's registers.
 MAX_KEY_WIDTH = 256
@@ -57,13 +58,13 @@ class TritonGatedDeltaRule:
         from qwen35.adapters.triton.kernels import (
             gdn_config,
             gdn_decode,
-            gdn_extend,
+            gdn_extend_launch,
             gdn_launch,
             gdn_scratch,
             gdn_verify,
         )
 
-        self._config, self._decode, self._extend = gdn_config, gdn_decode, gdn_extend
+        self._config, self._decode, self._extend = gdn_config, gdn_decode, gdn_extend_launch
         self._launch, self._verify, self._scratch_rules = gdn_launch, gdn_verify, gdn_scratch
         self._interpreted = bool(triton.knobs.runtime.interpret)
         self._scratch = Scratch(stream_of=stream_of)
@@ -155,23 +156,17 @@ class TritonGatedDeltaRule:
     def extend(self, call: ExtendCall) -> ExtendResult:
         """Packed sequences; mutates the written slots and ``call.out``. Checkpoints of padded sequences are zero."""
         self._require_open()
-        self._admit(call, ExtendCall)
-        tokens, heads, value_width = call.v.shape
-        sequences = call.slots.shape[0]
+        launch = self._admit(call, ExtendCall)
         out = _output(call.v, call.out)
         checkpoints = None
         if call.checkpoints is not None:
             checkpoints = call.states.new_empty(call.checkpoints.count, *call.states.shape[1:])
-        if tokens and sequences:
-            dot = self._launch.dot_dtype(call.q.dtype, self._interpreted)
-            device = call.states.device
-            config = self._config.extend_config(
-                sequences, heads, call.q.shape[-1], value_width, dot.itemsize, self._launch.shared_bytes(device)
-            )
-            size = self._scratch_rules.scratch_bytes(heads, tokens, dot)
-            room = self._scratch.take("chunks", (size,), torch.uint8, device)
-            scratch = self._scratch_rules.cut(room, heads, tokens, dot)
-            self._extend.launch_extend(self._aligned(call), out, checkpoints, scratch, config)
+        if launch is not None:
+            room = self._scratch.take("chunks", (launch.scratch_bytes,), torch.uint8, call.states.device)
+            aligned = self._aligned(call)
+            if aligned is not call:
+                launch = self._extend_launch(aligned)
+            launch(aligned, out, checkpoints, room)
         return ExtendResult(out=out, checkpoints=checkpoints)
 
     def verify(self, call: VerifyCall) -> Tensor:
@@ -226,13 +221,21 @@ class TritonGatedDeltaRule:
             return self._config.verify_config(*widths)
         return self._config.decode_config(*widths, call.v.shape[0] * call.v.shape[1])
 
-    def _settle(self, call: GdnCall) -> DecodeLaunch | None:
-        """What decode calls of one layout share; None where there is nothing to launch."""
-        if not isinstance(call, DecodeCall) or not call.q.shape[0]:
-            return None
-        heads, width = call.v.shape[1:]
-        strides = (heads * width, width) if call.out is None else (call.out.stride(0), call.out.stride(1))
-        return self._decode.DecodeLaunch(call, self._tile(call), strides)
+    def _settle(self, call: GdnCall) -> DecodeLaunch | ExtendLaunch | None:
+        """What decodes or extends of one layout share; None where there is nothing to launch."""
+        if isinstance(call, ExtendCall) and call.q.shape[0] and call.slots.shape[0]:
+            return self._extend_launch(call)
+        if isinstance(call, DecodeCall) and call.q.shape[0]:
+            return self._decode.DecodeLaunch(call, self._tile(call), _out_strides(call))
+        return None
+
+    def _extend_launch(self, call: ExtendCall) -> ExtendLaunch:
+        dot = self._launch.dot_dtype(call.q.dtype, self._interpreted)
+        config = self._config.extend_config(
+            call.slots.shape[0], call.v.shape[1], call.q.shape[-1], call.v.shape[-1], dot.itemsize,
+            self._launch.shared_bytes(call.states.device),
+        )  # fmt: skip
+        return self._extend.ExtendLaunch(call, config, dot, _out_strides(call))
 
     def _planned(self, call: DecodeCall | ExtendCall | VerifyCall) -> GdnPlan:
         """The plan for calls of this kind: one that was admitted has it."""
@@ -280,6 +283,12 @@ def _kind(plan: GdnPlan) -> tuple[object, ...]:
 
 def _sizes(plan: GdnPlan) -> tuple[int, int, int]:
     return plan.max_batch, plan.max_tokens, plan.max_draft
+
+
+def _out_strides(call: DecodeCall | ExtendCall) -> tuple[int, int]:
+    """Of rows or tokens, and of heads, of the output of ``call``."""
+    heads, width = call.v.shape[1:]
+    return (heads * width, width) if call.out is None else (call.out.stride(0), call.out.stride(1))
 
 
 def _output(v: Tensor, out: Tensor | None) -> Tensor:

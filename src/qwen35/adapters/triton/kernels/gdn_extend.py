@@ -15,18 +15,10 @@ the float32 results, so that bfloat16 operands are exact.
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from qwen35.adapters.triton.kernels.gdn_common import load_gates, rounded
-from qwen35.adapters.triton.kernels.gdn_config import CHUNK, ExtendConfig, power_of_two
-from qwen35.adapters.triton.kernels.gdn_launch import gate_arguments, scale_of
-from qwen35.adapters.triton.kernels.gdn_scratch import ExtendScratch
-from qwen35.ports.gated_delta_rule import ExtendCall
 
 #: exp of less is zero in float32, so a log decay may be cut here; it keeps sums of a chunk finite.
 _LOWEST_LOG_DECAY = tl.constexpr(-128.0)
@@ -235,55 +227,3 @@ def scan_kernel(
         target = tl.load(write_slots + sequence).to(tl.int64)
     wanted = live & (target >= 0) & (length > 0)
     tl.store(states + target * slot_stride + tile, rounded(state, states.dtype.element_ty), mask=inside & wanted)
-
-
-_TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}
-
-
-def _common(call: ExtendCall, scratch: ExtendScratch) -> dict[str, Any]:
-    heads, (key_heads, key_width) = call.v.shape[1], call.q.shape[1:]
-    dot = _TRITON_DTYPE[scratch.inverse.dtype]
-    return {
-        "HV": heads, "RATIO": heads // key_heads, "K": key_width, "BLOCK_K": max(power_of_two(key_width), 16),
-        # Below the rounding of bfloat16 one TF32 product is enough for the inverse, the only float32 product then.
-        "DOT": dot, "PRECISION": "tf32x3" if dot is tl.float32 else "tf32",
-    }  # fmt: skip
-
-
-def launch_chunks(call: ExtendCall, scratch: ExtendScratch, config: ExtendConfig) -> None:
-    """Launch the first kernel for ``call``, which has tokens; writes ``scratch``."""
-    tokens, heads = call.v.shape[:2]
-    sequences = call.slots.shape[0]
-    gate, beta, A_log, dt_bias, raw = gate_arguments(call.gates)
-    chunk_kernel[((tokens // CHUNK + sequences) * heads,)](
-        call.q, call.k, gate, beta, A_log, dt_bias, call.slots, call.cu_seqlens, scratch.inverse, scratch.attention,
-        scratch.factors, scale_of(call.scale, call.q.shape[-1]), sequences, tokens,
-        call.q.stride(0), call.q.stride(1), call.k.stride(0), call.k.stride(1), gate.stride(0), beta.stride(0),
-        RAW=raw, BLOCK_S=128, num_warps=config.chunk_warps, num_stages=1, maxnreg=config.chunk_registers,
-        **_common(call, scratch),
-    )  # fmt: skip
-
-
-def launch_scan(
-    call: ExtendCall, out: Tensor, checkpoints: Tensor | None, scratch: ExtendScratch, config: ExtendConfig
-) -> None:
-    """Launch the second kernel; writes ``out`` [T, HV, V], ``checkpoints`` and the pool."""
-    tokens, heads, value_width = call.v.shape
-    plan = call.checkpoints
-    scan_kernel[(call.slots.shape[0] * heads * -(-value_width // config.block_v),)](
-        call.q, call.k, call.v, call.states, call.slots, call.write_slots, call.fresh, call.cu_seqlens,
-        scratch.inverse, scratch.attention, scratch.factors, None if plan is None else plan.starts, checkpoints, out,
-        tokens, CHUNK if plan is None else plan.every,
-        call.q.stride(0), call.q.stride(1), call.k.stride(0), call.k.stride(1), call.v.stride(0), call.v.stride(1),
-        out.stride(0), out.stride(1), call.states.stride(0),
-        V=value_width, BLOCK_V=config.block_v, STAGES=config.scan_stages, num_warps=config.scan_warps,
-        num_stages=config.scan_stages, **_common(call, scratch),
-    )  # fmt: skip
-
-
-def launch_extend(
-    call: ExtendCall, out: Tensor, checkpoints: Tensor | None, scratch: ExtendScratch, config: ExtendConfig
-) -> None:
-    """Launch both kernels for ``call``, which has tokens."""
-    launch_chunks(call, scratch, config)
-    launch_scan(call, out, checkpoints, scratch, config)

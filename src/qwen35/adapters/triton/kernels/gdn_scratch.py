@@ -19,7 +19,7 @@ _PIECE_BYTES = 256
 class ExtendScratch:
     """What the first kernel of extend leaves for the second.
 
-    ``inverse`` and ``attention`` [HV, T, 64] in the dtype of products: row t is the row of token t in its
+    All flat. ``inverse`` and ``attention`` [HV, T, 64] in the dtype of products: row t is the row of token t in its
     chunk's (I + A)^-1 diag(beta) and P. ``factors`` [4, HV, T] float32: exp(G)/|k|, exp(G) scale/|q|,
     exp(G_last - G)/|k|, exp(G).
     """
@@ -47,9 +47,11 @@ def wide(*tensors: Tensor) -> bool:
 
 
 def cut(room: Tensor, heads: int, tokens: int, dot: torch.dtype) -> ExtendScratch:
-    """Scratch for ``tokens`` tokens in ``room``, which has at least ``scratch_bytes`` bytes."""
+    """Scratch for ``tokens`` tokens in ``room``, which has ``scratch_bytes`` bytes."""
     square, _ = _piece_bytes(heads, tokens, dot)
-    count = heads * tokens * CHUNK * dot.itemsize
-    inverse, attention = (room[at : at + count].view(dot).view(heads, tokens, CHUNK) for at in (0, square))
-    rest = room[2 * square : 2 * square + heads * tokens * FACTORS * 4].view(torch.float32)
-    return ExtendScratch(inverse=inverse, attention=attention, factors=rest.view(FACTORS, heads, tokens))
+    products, factors, count = room.view(dot), room.view(torch.float32), heads * tokens
+    apart, at = square // dot.itemsize, 2 * square // 4
+    return ExtendScratch(
+        inverse=products[: count * CHUNK], attention=products[apart : apart + count * CHUNK],
+        factors=factors[at : at + count * FACTORS],
+    )  # fmt: skip
