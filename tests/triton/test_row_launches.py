@@ -9,8 +9,10 @@ import torch
 import triton
 from test_compiles_for_hopper import HopperWithoutDevice, in_place_of_the_driver
 
-from qwen35.adapters._kernels import row_kernels
+from qwen35.adapters._kernels import prefill_kernels, row_kernels
+from qwen35.adapters._kernels.launches import KeptLaunches
 from qwen35.adapters._kernels.rows import RowOperations, triton_rows
+from qwen35.ports.gdn_calls import LogGates
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
 
@@ -33,10 +35,18 @@ class Lookups(HopperWithoutDevice):
         return [(stream, *launch) for stream, launch in zip(self.streams, self.launched, strict=True)]
 
 
+KEPT = (
+    row_kernels.kept_gather, row_kernels.kept_scatter, row_kernels.kept_zero_ranges, prefill_kernels.kept_inputs,
+)  # fmt: skip
+
+
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[Lookups]:
-    with in_place_of_the_driver(monkeypatch, Lookups(), row_kernels.index_kernel, row_kernels.zero_rows_kernel) as one:
+    kernels = row_kernels.index_kernel, row_kernels.zero_rows_kernel, *(kept.kernel for kept in KEPT)
+    with in_place_of_the_driver(monkeypatch, Lookups(), *kernels) as one:
         yield one
+    for kept in KEPT:
+        kept.clear()
 
 
 @pytest.fixture
@@ -124,3 +134,76 @@ def test_launches_of_two_layouts_do_not_share_what_was_found(hopper: Lookups, ro
         for _ in range(2):
             launch(torch.zeros(2, heads, 128, dtype=BF16), slots, STREAM)
     assert [function for _, function, _ in hopper.placed] == [1, 1, 2, 2]
+
+
+TOKENS, SEQUENCES, HEADS, WIDTH = 20, 3, 4, 128
+
+
+def prefill(rows: RowOperations, *, tokens: int = TOKENS, off: int = 0) -> list[dict[str, torch.Tensor]]:
+    """What a prefill asks of rows; the tensors of each launch by the names that its kernel has for them."""
+
+    def made(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+        count = int(torch.Size(shape).numel())
+        return torch.zeros(count + off, dtype=dtype)[off:].view(shape)
+
+    slots, ends = (torch.zeros(SEQUENCES + more, dtype=torch.int32) for more in (0, 1))
+    states, gathered = (made(SEQUENCES, HEADS, WIDTH, WIDTH, dtype=torch.float32) for _ in range(2))
+    q, k, q_out, k_out, v, v_out = (made(tokens, HEADS, WIDTH) for _ in range(6))
+    g, beta, decay, beta_out = (made(tokens, HEADS, dtype=torch.float32) for _ in range(4))
+    cu_out = torch.zeros(SEQUENCES + 1, dtype=torch.int64)
+    rows.gather_states(states, slots, None, gathered)
+    rows.prefill_inputs(
+        q, k, LogGates(g=g, beta=beta), ends, q_out=q_out, k_out=k_out, decay=decay, beta=beta_out, cu_out=cu_out, v=v,
+        v_out=v_out, slots=slots,
+    )  # fmt: skip
+    rows.scatter_states(gathered, states, slots, slots, ends)
+    rows.zero_ranges(q, ends, slots)
+    return [
+        {"states": states, "slots": slots, "out": gathered},
+        {"q": q, "k": k, "v": v, "decay_in": g, "beta_in": beta, "cu_seqlens": ends, "slots": slots, "q_out": q_out,
+         "k_out": k_out, "v_out": v_out, "decay": decay, "beta": beta_out, "cu_out": cu_out},
+        {"source": gathered, "states": states, "slots": slots, "write_slots": slots, "cu_seqlens": ends},
+        {"rows": q, "offsets": ends, "slots": slots},
+    ]  # fmt: skip
+
+
+def test_the_prefill_of_the_next_layer_is_not_looked_up(hopper: Lookups, rows: RowOperations) -> None:
+    given = [one for _ in range(2) for one in prefill(rows)]
+    assert hopper.asked == len(hopper.loaded) == 4
+    assert [function for _, function, _ in hopper.placed] == [1, 2, 3, 4] * 2
+    kernels = [KEPT[0], KEPT[3], KEPT[1], KEPT[2]] * 2
+    named = [
+        dict(zip(kept.kernel.arg_names, at(arguments), strict=True))
+        for kept, (_, _, arguments) in zip(kernels, hopper.placed, strict=True)
+    ]
+    for arguments, tensors in zip(named, given, strict=True):
+        assert {name: arguments[name] for name in tensors} == {name: t.data_ptr() for name, t in tensors.items()}
+    for first, second, tensors in zip(named[:4], named[4:], given, strict=False):
+        numbers = first.keys() - tensors.keys() - {"A_log", "dt_bias", "fresh"}
+        assert {name: first[name] for name in numbers} == {name: second[name] for name in numbers}
+    expected = {
+        "tokens": TOKENS, "entries": SEQUENCES + 1, "q_token": HEADS * WIDTH, "v_head": WIDTH, "HEADS": HEADS,
+        "VALUE_HEADS": HEADS, "KEY_WIDTH": WIDTH, "HEADS_PADDED": HEADS, "RAW": False, "LINEAR": True, "COPY_V": True,
+        "STEPS": 2, "HAS_SLOTS": True,
+    }  # fmt: skip
+    assert {name: named[5][name] for name in expected} == expected
+    assert (named[4]["HAS_FRESH"], named[6]["HAS_WRITE"], named[7]["width"]) == (False, True, HEADS * WIDTH)
+
+
+def test_a_prefill_of_other_sizes_or_alignment_is_looked_up(hopper: Lookups, rows: RowOperations) -> None:
+    for sizes in ({}, {"tokens": 21}, {"off": 1}, {"off": 1}, {}, {"tokens": 21}):
+        prefill(rows, **sizes)
+    functions = [function for _, function, _ in hopper.placed]
+    assert functions[16:] == functions[:8], "what is kept is what Triton found for these sizes"
+    assert not set(functions[8:16]) & {1, 2, 3, 4}, "and for these addresses"
+    inputs, others = 3 + 1, 3 * 3  # the sizes of the inputs alone hang on the number of tokens
+    assert hopper.asked == inputs + others
+
+
+def test_launches_that_are_remembered_are_bounded(hopper: Lookups) -> None:
+    launch = KeptLaunches(row_kernels.kept_zero_ranges.kernel, most=2)
+    rows, index = torch.zeros(4, 8), torch.zeros(5, dtype=torch.int32)
+    for width in (1, 2, 1, 2, 3, 1):
+        launch((4, 1, 1), (width, 4096), rows, index, index)
+    assert len(hopper.launched) == 6
+    assert hopper.asked == 2 + 2, "the third began anew"

@@ -6,10 +6,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qwen35.adapters._kernels.launches import KeptLaunches
 from qwen35.ports.gdn_calls import Gates, LogGates
 
-#: Tokens of one program.
-TOKENS = 16
+#: Tokens of one program, and offsets that it copies together.
+TOKENS, ENTRIES = 16, 1024
 
 
 @triton.jit
@@ -91,6 +92,9 @@ def _prefill_inputs(
         tl.store(v_out + target, copied, mask=inside[:, None] & within)
 
 
+kept_inputs = KeptLaunches(_prefill_inputs)
+
+
 def launch_prefill_inputs(
     q: Tensor, k: Tensor, gates: Gates, cu_seqlens: Tensor, q_out: Tensor, k_out: Tensor, decay: Tensor, beta: Tensor,
     cu_out: Tensor, v: Tensor | None, v_out: Tensor | None, linear: bool, slots: Tensor | None,
@@ -105,13 +109,15 @@ def launch_prefill_inputs(
         decay_in, beta_in, a_log, dt_bias = gates.a, gates.b, gates.A_log, gates.dt_bias
     value, value_out = (q, q_out) if v is None or v_out is None else (v, v_out)
     parts = heads + 1 + (0 if value is q else value_heads)
-    _prefill_inputs[(triton.cdiv(tokens, TOKENS), parts)](
+    entries = cu_seqlens.shape[0]
+    kept_inputs(
+        (triton.cdiv(tokens, TOKENS), parts, 1),
+        (
+            tokens, entries, *q.stride()[:2], *k.stride()[:2], *value.stride()[:2], decay_in.stride(0),
+            beta_in.stride(0), heads, value_heads, width, value.shape[2],
+            *map(triton.next_power_of_2, (width, value.shape[2], value_heads)), not isinstance(gates, LogGates), linear,
+            value is not q, max(1, (entries - 1).bit_length()), slots is not None, TOKENS, ENTRIES,
+        ),
         q, k, value, decay_in, beta_in, a_log, dt_bias, cu_seqlens, cu_seqlens if slots is None else slots, q_out,
-        k_out, value_out, decay, beta, cu_out, tokens, cu_seqlens.shape[0], q.stride(0), q.stride(1), k.stride(0),
-        k.stride(1), value.stride(0), value.stride(1), decay_in.stride(0), beta_in.stride(0), HEADS=heads,
-        VALUE_HEADS=value_heads, KEY_WIDTH=width, VALUE_WIDTH=value.shape[2], KEY_PADDED=triton.next_power_of_2(width),
-        VALUE_PADDED=triton.next_power_of_2(value.shape[2]), HEADS_PADDED=triton.next_power_of_2(value_heads),
-        RAW=not isinstance(gates, LogGates), LINEAR=linear, COPY_V=value is not q,
-        STEPS=max(1, (cu_seqlens.shape[0] - 1).bit_length()), HAS_SLOTS=slots is not None, BLOCK_T=TOKENS,
-        BLOCK_CU=1024,
+        k_out, value_out, decay, beta, cu_out,
     )  # fmt: skip

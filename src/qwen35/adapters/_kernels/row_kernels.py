@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch
+from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch, KeptLaunches
 from qwen35.adapters._kernels.prefill_kernels import launch_prefill_inputs
 from qwen35.adapters._kernels.rows import IndexLaunch, ZeroLaunch
 from qwen35.ports.gdn_calls import CommitCall, Gates
@@ -202,6 +202,11 @@ class TritonZeroRows:
         return KeptLaunch(zero_rows_kernel, grid, (*strides, count, heads, width, BLOCK))
 
 
+kept_zero_ranges = KeptLaunches(_zero_ranges)
+kept_gather = KeptLaunches(_gather, num_warps=8)
+kept_scatter = KeptLaunches(_scatter, num_warps=8)
+
+
 class TritonRows:
     """See ``RowOperations``."""
 
@@ -229,14 +234,14 @@ class TritonRows:
         """See ``RowOperations``."""
         if rows.numel():
             width = rows.numel() // rows.shape[0]
-            _zero_ranges[(slots.shape[0], RANGE_PROGRAMS)](rows, offsets, slots, width, BLOCK_E=BLOCK)
+            kept_zero_ranges((slots.shape[0], RANGE_PROGRAMS, 1), (width, BLOCK), rows, offsets, slots)
 
     def gather_states(self, states: Tensor, slots: Tensor, fresh: Tensor | None, out: Tensor) -> None:
         """See ``RowOperations``."""
         count = states[0].numel()
-        _gather[(slots.shape[0], triton.cdiv(count, BLOCK))](
-            states, slots, slots if fresh is None else fresh, out, states.stride(0), count,
-            HAS_FRESH=fresh is not None, BLOCK_E=BLOCK, num_warps=8,
+        kept_gather(
+            (slots.shape[0], triton.cdiv(count, BLOCK), 1), (states.stride(0), count, fresh is not None, BLOCK),
+            states, slots, slots if fresh is None else fresh, out,
         )  # fmt: skip
 
     def scatter_states(
@@ -244,9 +249,9 @@ class TritonRows:
     ) -> None:
         """See ``RowOperations``."""
         count = states[0].numel()
-        _scatter[(slots.shape[0], triton.cdiv(count, BLOCK))](
-            source, states, slots, slots if write_slots is None else write_slots, cu_seqlens, states.stride(0), count,
-            HAS_WRITE=write_slots is not None, BLOCK_E=BLOCK, num_warps=8,
+        kept_scatter(
+            (slots.shape[0], triton.cdiv(count, BLOCK), 1), (states.stride(0), count, write_slots is not None, BLOCK),
+            source, states, slots, slots if write_slots is None else write_slots, cu_seqlens,
         )  # fmt: skip
 
     def scatter_nodes(self, source: Tensor, intermediates: Tensor, slots: Tensor, rows: Tensor | None) -> None:
