@@ -10,9 +10,7 @@ one claim with its goal; a row that could not be measured says why. A goal that 
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
-import pstats
 import shlex
 import sys
 import time
@@ -27,6 +25,7 @@ from typing import Any
 import torch
 
 from gdn_claims import Claim, Session, faster, more
+from gdn_host import extend_host_part, host_part
 from gdn_memory import memory_part, scratch_part
 from gdn_paths import (
     CRASHES,
@@ -34,7 +33,6 @@ from gdn_paths import (
     FlashInferDirect,
     Thunk,
     decode_calls,
-    host_medians,
     layout_of,
     misaligned,
     misaligned_parameters,
@@ -43,7 +41,7 @@ from gdn_paths import (
 )
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.geometry import public_geometry
-from qwen35.ports.gated_delta_rule import DecodeCall, GatedDeltaRule, RawGates
+from qwen35.ports.gated_delta_rule import DecodeCall, GatedDeltaRule
 from qwen35.services.gated_delta_rule import PORT
 from qwen35.services.platform import detect_platform
 from qwen35.services.registry import AdapterRegistry
@@ -127,58 +125,6 @@ def overhead_part(session: Session) -> Iterator[Claim]:
         bare.close()
 
 
-def host_part(session: Session) -> Iterator[Claim]:
-    """Host time of one decode at B = 1."""
-    usable = session.registry.usable(PORT, "flashinfer")
-    for name, state in STATES.items():
-        found, where = _host_times(session, name, state, bool(usable)), f"{name} state, B = 1"
-        claim = Claim("host", f"container + guard + FlashInfer over FlashInfer's function, {where}", at_most=15.0)
-        claim.unit, claim.detail, claim.reasons = "us more", {"us": found}, list(usable.reasons)
-        if usable:
-            claim.value = found["flashinfer container"] - found["flashinfer direct"]
-        yield claim
-        for way, microseconds in found.items():
-            yield Claim("host", f"{way}, {where}", microseconds, "us")
-
-
-@torch.inference_mode()
-def _host_times(session: Session, name: str, state: torch.dtype, flashinfer: bool) -> dict[str, float]:
-    """In inference mode, as engines run: views cost half as much there."""
-    call = decode_calls(session.geometry, state, 1, session.seed)[0]
-    ways: dict[str, Thunk] = {"flashinfer direct": FlashInferDirect.of(call).by_index()} if flashinfer else {}
-    for adapter in ("flashinfer", "triton") if flashinfer else ("triton",):
-        rule, bare = session.rule(adapter, state, 1), session.bare(adapter, state, 1)
-        ways |= {
-            f"{adapter} adapter": partial(bare.decode, call), f"{adapter} container": partial(rule.decode, call),
-            f"{adapter} container, call made anew": partial(_made_anew, rule, call),
-        }  # fmt: skip
-    found = host_medians(ways)
-    if session.profile:
-        for way in ways:
-            if way.endswith("container"):
-                show_profile(f"{way}, {name} state, B = 1", ways[way])
-    return found
-
-
-def _made_anew(rule: GatedDeltaRule, c: DecodeCall) -> object:
-    """As an engine calls: the objects are made for the call."""
-    given = raw_gates(c)
-    gates = RawGates(a=given.a, b=given.b, A_log=given.A_log, dt_bias=given.dt_bias)
-    return rule.decode(DecodeCall(q=c.q, k=c.k, v=c.v, gates=gates, states=c.states, slots=c.slots, out=c.out))
-
-
-def show_profile(what: str, thunk: Thunk, count: int = 2000) -> None:
-    """Where the host's time goes; cProfile itself about doubles it."""
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(count):
-        thunk()
-    profiler.disable()
-    torch.cuda.synchronize()
-    sys.stdout.write(f"\n{what}: {count} calls\n")
-    pstats.Stats(profiler, stream=sys.stdout).sort_stats("tottime").print_stats(15)
-
-
 def prefill_part(session: Session) -> Iterator[Claim]:
     """One long sequence: the sequence-split kernel against the one-pass kernel, each through the container."""
     layout, row = layout_of(session.geometry, torch.float32), Row(Phase.EXTEND, (PREFILL_TOKENS,))
@@ -202,8 +148,8 @@ def prefill_part(session: Session) -> Iterator[Claim]:
 
 
 PARTS: dict[str, Callable[[Session], Iterator[Claim]]] = {
-    "decode": decode_part, "overhead": overhead_part, "host": host_part, "prefill": prefill_part,
-    "memory": memory_part, "scratch": scratch_part,
+    "decode": decode_part, "overhead": overhead_part, "host": host_part, "extend_host": extend_host_part,
+    "prefill": prefill_part, "memory": memory_part, "scratch": scratch_part,
 }  # fmt: skip
 #: Parts that are about FlashInfer alone.
 NEEDS_FLASHINFER = ("decode", "overhead", "prefill", "scratch")
