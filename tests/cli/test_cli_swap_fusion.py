@@ -74,7 +74,7 @@ def test_two_ranks_run_the_same_cells_and_one_of_them_writes(tmp_path: Path, see
         (("--fusion", "refrence"), "Did you mean 'reference'?"),
         (("--fusion", ","), "--fusion must be names joined by commas"),
         (("--fusion", "reference", "--geometry", "35B"), "unknown geometry '35B'"),
-        (("--fusion", "reference", "--tokens", "4097"), "--tokens must be sizes in 1..4096"),
+        (("--fusion", "reference", "--tokens", "8193"), "--tokens must be sizes in 1..8192"),
         (("--fusion", "reference", "--tokens", "0"), "--tokens must be made of positive integers"),
         (("--fusion", "reference", "--gdn", "reference"), "--fusion goes with"),
         (("--fusion", "reference", "--tp", "2"), "--fusion goes with"),

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 #: Stands for every installed adapter.
 ALL = "all"
 SIZES = "1,8,32,64,256,1024,4096"
-LARGEST_M = 4096
 #: The document of either experiment, in the folder that --out names.
 DOCUMENT = "swap.json"
 #: What Ctrl-C is answered with where cells were measured, and where none was: then nothing is written.
@@ -120,10 +119,13 @@ def shapes_of(request: FusionRequest) -> tuple[FusionShape, ...]:
 
 
 def sizes_of(request: FusionRequest) -> tuple[int, ...]:
-    """The m to measure, each once."""
+    """The m to measure, each once: at most as many as our model fuses."""
+    from qwen35.model.boundary import MAX_FUSED_TOKENS
+
     sizes = tuple(dict.fromkeys(parse.sizes("--tokens", request.tokens)))
-    if not sizes or max(sizes) > LARGEST_M:
-        raise ConfigurationError(f"--tokens must be sizes in 1..{LARGEST_M} joined by commas, got {request.tokens!r}")
+    if not sizes or max(sizes) > MAX_FUSED_TOKENS:
+        asked = f"sizes in 1..{MAX_FUSED_TOKENS} joined by commas"
+        raise ConfigurationError(f"--tokens must be {asked}, got {request.tokens!r}")
     return sizes
 
 
