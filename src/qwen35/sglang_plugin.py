@@ -263,7 +263,7 @@ def start(
     ranks = RankSettings(release, named, agreements, checked=settings.checked, strict=settings.sglang_strict)
     fusion = FusionSeam(release, named, service, container.counters(), ranks, guard, strict=settings.sglang_strict)
     finalize = FinalizeSeam(named, service, place.gpu, ranks)
-    relay = RelaySeam(release, container.counters())
+    relay = RelaySeam(release, container.counters(), guard)
     hooks = gdn.hooks() | fusion.hooks() | finalize.hooks() | relay.hooks()
     seam.install(installed_release() or release.version, release.targets, hooks)
     refused = refused_switch(release, container.registry())

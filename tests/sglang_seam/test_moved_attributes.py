@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from fusion_machine import FusedMachine, gate
 from seam_machine import PLACE, Machine, installed_seam, start
 from test_faults import ALONE, lines, scheduler_starts
@@ -158,6 +159,34 @@ def test_what_sglangs_own_constructor_raises_is_its_callers(caplog: pytest.LogCa
         GDNAttnBackend(SimpleNamespace())
     assert sglang_plugin.running() is one
     assert lines(caplog) == []
+
+
+# The relay
+
+
+@pytest.mark.skipif("relay" not in installed_seam().targets, reason="this release is mended")
+@pytest.mark.parametrize("name", ["need_topk", "draft_probs_buf", "output_tokens_buf"])
+def test_a_future_map_that_moved_is_sglangs_own(
+    name: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before a step is served by it, when it is too late to give up."""
+    from sglang.srt.managers.overlap_utils import FutureMap
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    one = start(gdn_decode="reference")
+    machine = Machine()
+    monkeypatch.setattr(FutureMap, name, Gone(name), raising=False)
+    pool = SimpleNamespace(req_to_token=torch.zeros(2, 4, dtype=torch.int32))
+    made = FutureMap("cpu", SpeculativeAlgorithm.from_string("EAGLE"), pool)
+    assert name in vars(made), "SGLang's constructor went on"
+    (line,) = lines(caplog)
+    assert line == (
+        f"qwen35: the seam for SGLang {installed_release()}: in the hook on {one.release.targets['relay'].path}: "
+        f"AttributeError: 'FutureMap' object has no attribute {name!r}. {ALONE}"
+    )
+    assert seam.installed() == ()
+    assert sglang_plugin.running() is None
+    assert_sglangs_own(machine.dispatcher)
 
 
 # The fused norm

@@ -7,6 +7,7 @@ a Relay lends them its zeroed buffers, completes a payload from which they would
 from __future__ import annotations
 
 import dataclasses
+import operator
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,19 +16,26 @@ import torch
 from torch import Tensor
 
 from qwen35.adapters.sglang.seam import Hook
+from qwen35.adapters.sglang.seam_moved import Guard
 from qwen35.adapters.sglang.seams.release import Release
 from qwen35.services.counters import Counters
 from qwen35.services.relay import Relay
 
 #: The payload's fields that have buffers of their own, in ``FutureMap.<field>_buf``, made when first carried.
 FIELDS = ("topk_p", "topk_index", "hidden_states", "draft_probs", "dsa_topk_indices")
+#: What hooks read of a FutureMap while it serves, where it is too late to give up.
+_read_while_serving = operator.attrgetter(
+    "spec_algo.is_none", "spec_algo.is_ngram", "need_topk", "need_hidden_states", "req_pool_size", "device",
+    *(f"{field}_buf" for field in FIELDS),
+)  # fmt: skip
 
 
 class RelaySeam:
-    """Mends the FutureMaps of ``release``, if it is one that needs it, and counts in ``relay_mends`` where it did."""
+    """Mends the FutureMaps of ``release``, if it is one that needs it, and counts in ``relay_mends`` where it did.
+    ``guard``: our half of their constructor goes on inside it."""
 
-    def __init__(self, release: Release, counters: Counters) -> None:
-        self._release, self._counters = release, counters
+    def __init__(self, release: Release, counters: Counters, guard: Guard) -> None:
+        self._release, self._counters, self._guard = release, counters, guard
         self._relays: weakref.WeakKeyDictionary[Any, Relay] = weakref.WeakKeyDictionary()
 
     def hooks(self) -> dict[str, Hook]:
@@ -41,8 +49,10 @@ class RelaySeam:
         from sglang.srt.managers import overlap_utils
 
         original(future_map, *args, **kwargs)
-        if not overlap_utils._DEBUG_ASSERT:  # else SGLang has poisoned the rows, and checks that they are written
-            future_map.output_tokens_buf.zero_()
+        with self._guard("relay"):
+            _read_while_serving(future_map)
+            if not overlap_utils._DEBUG_ASSERT:  # else SGLang has poisoned the rows, and checks that they are written
+                future_map.output_tokens_buf.zero_()
 
     def _around_stash(
         self, original: Callable[..., None], future_map: Any, future_indices: Tensor, payload: Any

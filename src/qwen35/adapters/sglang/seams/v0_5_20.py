@@ -116,6 +116,12 @@ RELAY_TARGETS = {
         f"{_OVERLAP}:RelayPayload",
         "(bonus_tokens, topk_p, topk_index, hidden_states, draft_probs, dsa_topk_indices, accept_tokens, accept_lens)",
     ),
+    "relay_draft": Target(
+        "sglang.srt.speculative.eagle_info:EagleDraftInput",
+        "(topk_p, topk_index, draft_probs, hidden_states, capture_hidden_mode, dsa_topk_indices, bonus_tokens, "
+        "kv_indptr, kv_indices, num_tokens_per_req, num_tokens_for_logprob_per_req, future_indices, "
+        "future_dsa_topk_indices_available)",
+    ),
     "relay_debug": Target(f"{_OVERLAP}:_DEBUG_ASSERT"),
 }
 
