@@ -14,6 +14,7 @@ from qwen35.domain.capabilities import GateKind, Phase
 from qwen35.testing import Bench, Case, assert_close
 from qwen35.testing.bench import Refused
 from qwen35.testing.kit import Parts
+from qwen35.testing.oracle import row_of
 from qwen35.testing.refusal_laws import unsupported_options
 from qwen35.testing.sequence_laws import decode_tokens, extend_spans
 from qwen35.testing.tensors import same_bits
@@ -76,11 +77,12 @@ def test_q_and_k_are_normalised(subject: Subject, phase: Phase, seed: int) -> No
         unit = torch.nn.functional.normalize(plain.parts.tokens[name].float(), dim=-1)
         plain.parts.tokens[name].copy_(8 * unit)
         scaled.parts.tokens[name].copy_(10 * plain.parts.tokens[name].float())
+    terms = plain.terms()
     out, tenfold = plain.run().out, scaled.run().out
     assert out is not None
     assert tenfold is not None
     rounding = 0.0 if case.sizes.token_dtype is torch.float32 else 2.0**-7
-    assert_close("out", tenfold, out, 2 * plain.bound().output + rounding, case)
+    assert_close("out", tenfold, out, 2 * plain.bound().output + rounding, case, terms)
 
 
 @pytest.mark.case("C22")
@@ -121,12 +123,13 @@ def test_three_ways_to_split_96_tokens_give_one_answer(subject: Subject, seed: i
         parts = bench.trial(case).parts
         outs = [extend_spans(bench, parts, [(a, b)], None) for a, b in pairwise(cuts)]
         bound = bench.bound(case, Phase.EXTEND, len(cuts))
-        assert_close(f"out, cut at {cuts}", torch.cat(outs), want.out, bound.output, case)
+        assert_close(f"out, cut at {cuts}", torch.cat(outs), want.out, bound.output, case, want.terms)
         assert_close(f"state, cut at {cuts}", parts.pool[1], want.states[1], bound.state, case)
     parts = bench.trial(case).parts
     outs = decode_tokens(bench, parts, [(0, 96)])
     bound = bench.bound(case, Phase.DECODE, 96)
-    assert_close("out of 96 decodes", torch.stack([outs[t] for t in range(96)]), want.out, bound.output, case)
+    joined = torch.stack([outs[t] for t in range(96)])
+    assert_close("out of 96 decodes", joined, want.out, bound.output, case, want.terms)
     assert_close("state of 96 decodes", parts.pool[1], want.states[1], bound.state, case)
 
 
@@ -143,7 +146,7 @@ def test_decode_after_extend_reads_the_state_the_right_way_round(subject: Subjec
         assert not torch.allclose(middle, middle.transpose(-1, -2)), "the case wants a state that is not symmetric"
     outs = decode_tokens(bench, trial.parts, [(64, 65)])
     before, last = bench.bound(case, Phase.EXTEND), bench.bound(case, Phase.DECODE)
-    assert_close("out", outs[64], want.out[64], before.output + last.output, case)
+    assert_close("out", outs[64], want.out[64], before.output + last.output, case, row_of(want.terms, 64))
     assert_close("state", trial.parts.pool[1], want.states[1], before.state + last.state, case)
 
 
@@ -174,7 +177,8 @@ def test_the_state_follows_the_accepted_tokens_only(subject: Subject, accepted: 
         pool=before, slots=parts.slots, tokens=kept, params=parts.params, cu_seqlens=offsets)))  # fmt: skip
     bound = bench.bound(case, Phase.DECODE, 2)
     assert want.out is not None
-    assert_close("out", out, want.out[[accepted, 2 * accepted + 1]], 2 * bound.output, case)
+    rows = [accepted, 2 * accepted + 1]
+    assert_close("out", out, want.out[rows], 2 * bound.output, case, row_of(want.terms, rows))
     for slot in (2, 0):
         assert_close(f"state of slot {slot}", parts.pool[slot], want.states[slot], 2 * bound.state, case)
 

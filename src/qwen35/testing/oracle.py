@@ -61,8 +61,8 @@ def terms_of(kit: Kit, call: Any) -> Terms:
     return _terms(kit, PHASE_OF[type(call)], _few_slots(kit.parts(call))[0])
 
 
-def row_of(terms: Terms | None, row: int) -> Terms:
-    """The terms of one row of the outputs."""
+def row_of(terms: Terms | None, row: int | list[int]) -> Terms:
+    """The terms of one row of the outputs, or of several."""
 
     def of_row() -> Tensor | None:
         every = None if terms is None else terms()
