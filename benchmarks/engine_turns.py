@@ -149,7 +149,7 @@ class Turns:
             self.samples.setdefault(name, {}).setdefault(measure.name, []).append(taken)
 
     def _fastest(self, name: str, measure: Measure, new: int, number: int) -> float:
-        """Seconds of the fastest try of a turn; no two have the same prompts, which a prefix cache would know."""
+        """Seconds of the fastest try of a turn; no two generations of one length have the same prompts."""
         seeds = range(number * measure.tries + 1, (number + 1) * measure.tries + 1)
         return min(float(self._ask(name, "seconds", measure, new, seed)) for seed in seeds)
 

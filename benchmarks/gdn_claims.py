@@ -63,10 +63,10 @@ class Session:
         rule.prepare(plan_of(self.geometry, state, batch, tokens))
         return rule
 
-    def bare(self, name: str, state: torch.dtype, batch: int) -> GatedDeltaRule:
+    def bare(self, name: str, state: torch.dtype, batch: int, tokens: int = 0) -> GatedDeltaRule:
         """The adapter without container and guard."""
         adapter: GatedDeltaRule = qwen35.adapter(PORT, name, device="cuda")
-        adapter.prepare(plan_of(self.geometry, state, batch))
+        adapter.prepare(plan_of(self.geometry, state, batch, tokens))
         return adapter
 
     def close(self) -> None:

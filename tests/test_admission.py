@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,10 +114,22 @@ def test_an_extend_is_known_until_another_comes() -> None:
     assert admitted == [1, 2, 1, 3, 4, 2]
 
 
+def other_gates(call: Any) -> Any:
+    count = call.q.shape[0]
+    return replace(call, gates=LogGates(g=torch.zeros(count, HV), beta=torch.ones(count, HV)))
+
+
 OTHERS: dict[str, Any] = {
+    "gates of the other kind": other_gates,
+    "gates in half precision": lambda call: replace(call, gates=replace(call.gates, a=call.gates.a.half())),
+    "parameters in half precision": lambda call: replace(
+        call, gates=replace(call.gates, dt_bias=call.gates.dt_bias.half())
+    ),
+    "offsets of 32 bits": lambda call: replace(call, cu_seqlens=call.cu_seqlens.int()),
     "lengths": lambda call: replace(call, seq_lens_host=(3, 2), cu_seqlens=torch.tensor([0, 3, 5])),
     "no lengths": lambda call: replace(call, seq_lens_host=None),
     "scale": lambda call: replace(call, scale=0.5),
+    "scale in integers": lambda call: replace(call, scale=1),
     "fresh": lambda call: elsewhere(replace(call, fresh=torch.ones(2, dtype=torch.bool))),
     "write slots": lambda call: elsewhere(replace(call, write_slots=call.slots + 1)),
     "checkpoints": lambda call: replace(call, checkpoints=checkpoints(1, 0, 2, 5)),
@@ -125,15 +138,18 @@ OTHERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("change", OTHERS.values(), ids=OTHERS)
 def test_what_the_host_knows_tells_one_extend_from_another(change: Any) -> None:
-    desk, call = Desk(), extend()
+    desk, call = Desk(), replace(extend(), scale=1.0)
     other = change(call)
     assert [desk.admit(one) for one in (call, other, other, call)] == [1, 2, 2, 3]
 
 
 def test_another_number_of_checkpoints_is_another_extend() -> None:
-    desk = Desk()
-    plans = [checkpoints(1, 0, 2, 5), checkpoints(1, 0, 2, 5), checkpoints(2, 0, 1, 2), checkpoints(3, 0, 0, 1)]
-    assert [desk.admit(replace(extend(), checkpoints=plan)) for plan in plans] == [1, 1, 2, 3]
+    """By the tokens between them alone, and by their count alone, whose values a device would keep to itself."""
+    desk, call = Desk(), replace(extend(), cu_seqlens=torch.tensor([0, 4, 5]), seq_lens_host=(4, 1))
+    plans = [checkpoints(2, 0, 2, 2), checkpoints(2, 0, 2, 2), checkpoints(3, 0, 1, 1), checkpoints(4, 0, 1, 1)]
+    assert [desk.admit(replace(call, checkpoints=plan)) for plan in plans] == [1, 1, 2, 3]
+    with pytest.raises(ContractError, match="with count 1, got"):
+        desk.admit(replace(call, checkpoints=replace(plans[-1], count=2)))
 
 
 def test_lengths_that_are_equal_and_no_ints_are_refused_after_their_layout_was_seen() -> None:
@@ -185,6 +201,53 @@ def test_another_autograd_mode_is_the_same_layout(mode: Callable[[], Any]) -> No
     assert desk.looks == 1
 
 
+class Untouchable(torch.Tensor):
+    """A value that the host must not ask for: it may lie on a device."""
+
+    def __bool__(self) -> bool:
+        raise AssertionError("the host waits for a device")
+
+    __eq__ = __ne__ = __bool__  # type: ignore[assignment]
+    __hash__ = torch.Tensor.__hash__
+
+
+ONE = torch.ones(1).as_subclass(Untouchable)
+#: What was admitted, and what looks like it to ``==``.
+LIKE: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("scale", {"scale": 1.0}, {"scale": True}), ("scale", {"scale": 1.0}, {"scale": ONE}),
+    ("gates", {}, {"gates": SimpleNamespace(**{name: torch.randn(5, HV) for name in ("a", "b", "A_log", "dt_bias")})}),
+    ("seq_lens_host", {"seq_lens_host": (2, 3)}, {"seq_lens_host": (ONE, 3)}),
+    ("seq_lens_host", {"seq_lens_host": (2, 3)}, {"seq_lens_host": ONE}),
+    ("checkpoints", {"checkpoints": checkpoints(1, 0, 2, 5)},
+     {"checkpoints": SimpleNamespace(every=1, count=5, starts=torch.tensor([0, 2, 5]))}),
+    ("checkpoints", {"checkpoints": checkpoints(1, 0, 2, 5)},
+     {"checkpoints": SimpleNamespace(starts=torch.tensor([0, 2, 5]))}),
+    ("checkpoints.every", {"checkpoints": checkpoints(1, 0, 2, 5)},
+     {"checkpoints": replace(checkpoints(1, 0, 2, 5), every=ONE)}),
+    ("checkpoints.count", {"checkpoints": checkpoints(1, 0, 2, 5)},
+     {"checkpoints": replace(checkpoints(1, 0, 2, 5), count=5.0)}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "good", "bad"), LIKE, ids=range(len(LIKE)))
+def test_what_equals_the_admitted_and_is_of_another_type_is_refused(
+    name: str, good: dict[str, Any], bad: dict[str, Any]
+) -> None:
+    desk, call = Desk(), replace(extend(), **good)
+    desk.admit(call)
+    with pytest.raises(ContractError, match=name):
+        desk.admit(replace(call, **bad))
+
+
+@pytest.mark.parametrize("scale", [True, ONE])
+@pytest.mark.parametrize("make", [decode, verify])
+def test_a_scale_of_another_type_is_refused_in_every_phase(make: Callable[[], Any], scale: Any) -> None:
+    desk, call = Desk(), replace(make(), scale=1.0)
+    desk.admit(call)
+    with pytest.raises(ContractError, match="scale"):
+        desk.admit(replace(call, scale=scale))
+
+
 BAD: list[tuple[str, Any, type[ContractError]]] = [
     ("q", lambda t: t.to("meta"), DeviceError), ("q", lambda t: t.double(), DtypeError),
     ("k", lambda t: t[..., :4], ShapeError), ("v", lambda t: t.half(), DtypeError),
@@ -208,9 +271,10 @@ def test_what_a_check_refuses_is_refused_after_the_layout_was_seen(
     assert desk.admit(call) == 1
 
 
+@pytest.mark.parametrize("make", [decode, extend])
 @pytest.mark.parametrize("name", ["a", "b", "A_log", "dt_bias"])
-def test_gates_are_looked_at_as_closely(name: str) -> None:
-    desk, call = Desk(), decode()
+def test_gates_are_looked_at_as_closely(name: str, make: Callable[[], Any]) -> None:
+    desk, call = Desk(), make()
     desk.admit(call)
     for change, error in ((lambda t: t[..., :1], ShapeError), (lambda t: t.to("meta"), DeviceError)):
         bad = replace(call.gates, **{name: change(getattr(call.gates, name))})

@@ -41,7 +41,7 @@ def engine(folder: Path, path: Path, tag: str, slow: float = 1.0, *, dies: bool 
 
 
 def timed(log: Path) -> list[tuple[int, ...]]:
-    """What an engine printed that it was asked, without the generations that are thrown away: their seed is 0."""
+    """What an engine printed that it was asked, without what only wakes it or is traced: the seed of that is 0."""
     return [asked for asked in literal_eval(log.read_text()) if asked[-1]]
 
 

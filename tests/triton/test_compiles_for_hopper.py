@@ -221,8 +221,9 @@ def test_an_extend_that_comes_again_is_launched_with_the_same_arguments(
         **tokens(128, 128, torch.bfloat16, 64), **pool(128, 128, torch.float32), scale=0.25,
         cu_seqlens=torch.tensor([0, 64], dtype=torch.int32),
     )  # fmt: skip
-    if not raw:
-        call = replace(call, gates=LogGates(g=torch.zeros(64, HEADS), beta=torch.zeros(64, HEADS)))
+    wide = torch.zeros(64, 2 * HEADS, dtype=torch.bfloat16 if raw else torch.float32)[:, :HEADS]
+    gates = replace(call.gates, b=wide) if raw else LogGates(g=torch.zeros(64, HEADS), beta=wide)
+    call = replace(call, k=call.k.clone(), gates=gates)
     if more:
         plan = CheckpointPlan(every=64, starts=torch.tensor([0, 1]), count=1)
         call = replace(call, write_slots=call.slots.clone(), fresh=torch.zeros(1, dtype=torch.bool), checkpoints=plan)
@@ -241,7 +242,7 @@ def test_an_extend_that_comes_again_is_launched_with_the_same_arguments(
     kernels = gdn_extend.chunk_kernel, gdn_extend.scan_kernel
     chunks, scan = (dict(zip(kernel.arg_names, by, strict=True)) for kernel, by in zip(kernels, again, strict=True))
     both = {"q_row": KEY_HEADS * 128, "k_head": 128, "tokens": 64, "HV": HEADS, "RATIO": HEADS // KEY_HEADS, "K": 128}
-    expected = both | {"scale": 0.25, "sequences": 1, "gate_row": HEADS, "beta_row": HEADS, "RAW": raw}
+    expected = both | {"scale": 0.25, "sequences": 1, "gate_row": HEADS, "beta_row": 2 * HEADS, "RAW": raw}
     assert {name: chunks[name] for name in expected} == expected
     expected = both | {"v_row": HEADS * 128, "out_row": HEADS * 128, "out_head": 128, "V": 128, "every": 64}
     expected |= {"slot_stride": HEADS * 128 * 128, "BLOCK_V": config.block_v}
@@ -253,6 +254,37 @@ def test_an_extend_that_comes_again_is_launched_with_the_same_arguments(
     }  # fmt: skip
     for name, tensor in tensors.items():
         assert scan[name] == (None if tensor is None else tensor.data_ptr()), name
+    for name in ("q", "k", "slots", "cu_seqlens", "inverse"):
+        assert chunks[name] == tensors[name].data_ptr(), name
+    assert chunks["beta"] == wide.data_ptr()
+
+
+@pytest.mark.parametrize(("name", "again"), [("q", 0), ("k", 0), ("v", 1), ("states", 1), ("out", 1), ("kept", 1)])
+def test_an_extend_is_looked_up_where_one_address_is_no_multiple_of_16(
+    hopper: HopperWithoutDevice, name: str, again: int
+) -> None:
+    """``again``: the kernels, of the two, that do not read it and are launched as they were."""
+
+    def off(like: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(like.numel() + 2, dtype=like.dtype)[2:].view(like.shape)
+
+    call = ExtendCall(
+        **tokens(128, 128, torch.bfloat16, 64), **pool(128, 128, torch.float32),
+        cu_seqlens=torch.tensor([0, 64], dtype=torch.int32),
+        checkpoints=CheckpointPlan(every=64, starts=torch.tensor([0, 1]), count=1),
+    )  # fmt: skip
+    config = gdn_config.extend_config(1, HEADS, 128, 128, 2, HOPPER_SHARED_BYTES)
+    launch = gdn_extend_launch.ExtendLaunch(call, config, torch.bfloat16, (HEADS * 128, 128))
+    room, written = room_for(launch), {"out": torch.empty_like(call.v), "kept": torch.zeros_like(call.states)}
+    launch(call, written["out"], written["kept"], room)
+    if name in written:
+        written[name] = off(written[name])
+    else:
+        call = replace(call, **{name: off(getattr(call, name))})
+    launch(call, written["out"], written["kept"], room)
+    functions = [function for function, _ in hopper.launched]
+    assert functions[:2] == [1, 2]
+    assert [function in (1, 2) for function in functions[2:]] == [again == 1, False]
 
 
 @pytest.mark.parametrize("sequences", [1, 512])

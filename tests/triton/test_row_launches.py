@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import triton
 from test_compiles_for_hopper import HopperWithoutDevice, in_place_of_the_driver
 
 from qwen35.adapters._kernels import prefill_kernels, row_kernels
-from qwen35.adapters._kernels.launches import KeptLaunches
+from qwen35.adapters._kernels.launches import KeptLaunch, KeptLaunches
 from qwen35.adapters._kernels.rows import RowOperations, triton_rows
 from qwen35.ports.gdn_calls import LogGates
 
@@ -139,18 +140,21 @@ def test_launches_of_two_layouts_do_not_share_what_was_found(hopper: Lookups, ro
 TOKENS, SEQUENCES, HEADS, WIDTH = 20, 3, 4, 128
 
 
-def prefill(rows: RowOperations, *, tokens: int = TOKENS, off: int = 0) -> list[dict[str, torch.Tensor]]:
+def prefill(
+    rows: RowOperations, *, tokens: int = TOKENS, off: int = 0, sequences: int = SEQUENCES,
+    index: torch.dtype = torch.int32,
+) -> list[dict[str, torch.Tensor]]:  # fmt: skip
     """What a prefill asks of rows; the tensors of each launch by the names that its kernel has for them."""
 
     def made(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
         count = int(torch.Size(shape).numel())
         return torch.zeros(count + off, dtype=dtype)[off:].view(shape)
 
-    slots, ends = (torch.zeros(SEQUENCES + more, dtype=torch.int32) for more in (0, 1))
-    states, gathered = (made(SEQUENCES, HEADS, WIDTH, WIDTH, dtype=torch.float32) for _ in range(2))
+    slots, ends = (torch.zeros(sequences + more, dtype=index) for more in (0, 1))
+    states, gathered = (made(sequences, HEADS, WIDTH, WIDTH, dtype=torch.float32) for _ in range(2))
     q, k, q_out, k_out, v, v_out = (made(tokens, HEADS, WIDTH) for _ in range(6))
     g, beta, decay, beta_out = (made(tokens, HEADS, dtype=torch.float32) for _ in range(4))
-    cu_out = torch.zeros(SEQUENCES + 1, dtype=torch.int64)
+    cu_out = torch.zeros(sequences + 1, dtype=torch.int64)
     rows.gather_states(states, slots, None, gathered)
     rows.prefill_inputs(
         q, k, LogGates(g=g, beta=beta), ends, q_out=q_out, k_out=k_out, decay=decay, beta=beta_out, cu_out=cu_out, v=v,
@@ -198,6 +202,32 @@ def test_a_prefill_of_other_sizes_or_alignment_is_looked_up(hopper: Lookups, row
     assert not set(functions[8:16]) & {1, 2, 3, 4}, "and for these addresses"
     inputs, others = 3 + 1, 3 * 3  # the sizes of the inputs alone hang on the number of tokens
     assert hopper.asked == inputs + others
+
+
+@pytest.mark.parametrize("change", [{"sequences": SEQUENCES + 1}, {"index": torch.int64}], ids=["grid", "dtype"])
+def test_a_prefill_of_other_rows_is_looked_up(hopper: Lookups, rows: RowOperations, change: dict[str, Any]) -> None:
+    prefill(rows)
+    prefill(rows, **change)
+    assert hopper.asked == 8
+    prefill(rows)
+    prefill(rows, **change)
+    assert hopper.asked == 8
+
+
+class OnSecondGpu(torch.Tensor):
+    """Says that it lies there; its memory is the CPU's."""
+
+    device = property(lambda _: torch.device("cuda", 1))  # type: ignore[assignment]
+
+
+def test_what_triton_loaded_for_another_gpu_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call whose GPU is not current harms itself alone."""
+    kernel = row_kernels.kept_zero_ranges.kernel
+    rows, index = torch.zeros(4, 8).as_subclass(OnSecondGpu), torch.zeros(5, dtype=torch.int32)
+    launch = KeptLaunch(kernel, (4, 1, 1), (8, 4096))
+    with in_place_of_the_driver(monkeypatch, Lookups(), kernel):
+        launch.first(True, rows, index, index)
+    assert not launch.kept
 
 
 def test_launches_that_are_remembered_are_bounded(hopper: Lookups) -> None:

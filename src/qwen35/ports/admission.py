@@ -18,7 +18,7 @@ from qwen35.ports.conv_checks import (
     check_conv_extend,
     check_conv_verify,
 )
-from qwen35.ports.gdn_calls import CommitCall, DecodeCall, ExtendCall, LogGates, VerifyCall
+from qwen35.ports.gdn_calls import CheckpointPlan, CommitCall, DecodeCall, ExtendCall, LogGates, VerifyCall
 from qwen35.ports.gdn_checks import check_commit, check_decode, check_extend, check_verify
 from qwen35.ports.support import phase_of
 
@@ -80,7 +80,7 @@ class Admission:
             return latest.settled
         try:
             seen = kind in _NAMES and not _pool(call).is_cpu
-            layout = _layout(call) if seen and kind is not ExtendCall else None
+            layout = _layout(call) if seen and kind in _TENSORS else None
         except AttributeError:  # something is no tensor: the check names it
             CHECKS[kind](call)
             raise
@@ -138,16 +138,21 @@ class _Known:
 
 
 def _exactly(*values: object) -> tuple[object, ...]:
-    """Tells 1 from 1.0 and from True, which compare equal."""
-    return values, tuple(map(type, values))
+    """Tells 1 from 1.0 and from True, which compare equal. Types come first: where they differ, values are not asked,
+    which may be tensors, and on a device."""
+    return tuple(map(type, values)), values
 
 
-def _extend_setting(call: ExtendCall) -> tuple[object, ...]:
-    """What the host knows of an extend besides tensors; lengths that are no tuple or list are never equal to any."""
+def _gated(call: Any) -> tuple[object, ...]:
+    return type(call.gates), _exactly(call.scale)
+
+
+def _gated_extend(call: ExtendCall) -> tuple[object, ...]:
+    """Lengths that are no tuple or list, and a plan that is none, are never equal to what was admitted."""
     lengths, plan = call.seq_lens_host, call.checkpoints
-    # A tensor may lie on a device, where looking at its values would synchronise.
     known = _exactly(*lengths) if isinstance(lengths, tuple | list) else lengths is None
-    return call.scale, known, None if plan is None else _exactly(plan.every, plan.count)
+    numbers = _exactly(plan.every, plan.count) if isinstance(plan, CheckpointPlan) else None
+    return type(plan), _gated(call), known, numbers
 
 
 #: The tensors of a kind of call that is admitted by its layout, those that may be missing last.
@@ -160,16 +165,17 @@ _NAMES: Mapping[type, tuple[str, ...]] = {
 }
 #: What is no tensor itself, and where its tensor is.
 _INSIDE: Mapping[str, str] = {"checkpoints": "checkpoints.starts"}
-#: What else tells one of them from another: a number, a word, what the host knows, and for commit nothing.
+#: What else tells one of them from another: what the host knows, a word, and for commit nothing.
 _SETTING: Mapping[type, Callable[[Any], object]] = {
-    DecodeCall: attrgetter("scale"), ExtendCall: _extend_setting, VerifyCall: attrgetter("scale"),
-    CommitCall: attrgetter("__class__"), ConvDecodeCall: attrgetter("activation"),
+    DecodeCall: _gated, ExtendCall: _gated_extend, VerifyCall: _gated, CommitCall: attrgetter("__class__"),
+    ConvDecodeCall: attrgetter("activation"),
 }  # fmt: skip
 _GATED = (DecodeCall, ExtendCall, VerifyCall)
 _RAW_NAMES = ("gates.a", "gates.b", "gates.A_log", "gates.dt_bias")
 _LOG_NAMES = ("gates.g", "gates.beta")
+#: Of the kinds that are looked up.
 _TENSORS: Mapping[type, Callable[[Any], tuple[Tensor | None, ...]]] = {
-    kind: attrgetter(*names) for kind, names in _NAMES.items()
+    kind: attrgetter(*names) for kind, names in _NAMES.items() if kind is not ExtendCall
 }
 _RAW, _LOG = attrgetter(*_RAW_NAMES), attrgetter(*_LOG_NAMES)
 
@@ -186,7 +192,6 @@ def _layout(call: Any) -> tuple[object, ...]:
     tensors = _TENSORS[kind](call)
     key: list[object] = [kind, _SETTING[kind](call)]
     if kind in _GATED:
-        key.append(type(call.gates))
         tensors += _LOG(call) if isinstance(call.gates, LogGates) else _RAW(call)
     for tensor in tensors:
         if tensor is None:

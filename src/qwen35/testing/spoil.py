@@ -18,6 +18,7 @@ from qwen35.testing.spoiling import (
     extra_head,
     fewer_rows,
     flags,
+    gates_of_no_kind,
     given,
     host_lengths,
     kept_over_pool,
@@ -31,6 +32,7 @@ from qwen35.testing.spoiling import (
     own_rows,
     param,
     part,
+    plan_of_no_kind,
     same_write,
     slot_past_pool,
     slot_twice,
@@ -41,6 +43,7 @@ from qwen35.testing.spoiling import (
     wider,
     with_field,
     with_gates,
+    with_lengths,
     with_log_gates,
     with_plan,
     with_value,
@@ -63,7 +66,7 @@ def _as_it_is(call: Any) -> Any:
 class Spoil:
     """``apply`` makes the parts of a good call bad, or ``change`` the call itself; the error must be of type
     ``error`` and name ``argument`` ("pool" stands for states or windows). ``values``: wrong only in values or
-    addresses, which are looked at on a CPU alone."""
+    addresses, which are looked at on a CPU alone. ``like`` makes of a good call the good one that it resembles most."""
 
     name: str
     argument: str
@@ -73,6 +76,7 @@ class Spoil:
     ports: frozenset[str] = BOTH
     values: bool = False
     change: Callable[[Any], Any] = _as_it_is
+    like: Callable[[Any], Any] = _as_it_is
 
     def call(self, kit: Kit, phase: Phase, parts: Parts) -> Any:
         """The bad call that ``parts`` make."""
@@ -81,6 +85,7 @@ class Spoil:
 
 _EXTEND, _VERIFY, _COMMIT = (frozenset({phase}) for phase in (Phase.EXTEND, Phase.VERIFY, Phase.COMMIT))
 _GDN, _CONV = frozenset({GDN}), frozenset({CONV})
+_GOOD_PLAN, _GOOD_LOG_GATES, _GOOD_SCALE = with_plan(), with_log_gates(), with_field("scale", 1.0)
 
 SPOILS: tuple[Spoil, ...] = (
     # The pool
@@ -147,7 +152,7 @@ SPOILS: tuple[Spoil, ...] = (
     Spoil("host lengths in a tensor", "seq_lens_host", ContractError, host_lengths(torch.tensor), _EXTEND),
     Spoil("host lengths on the device", "seq_lens_host", ContractError,
           given("seq_lens_host", lambda p: offsets_of(p).diff()), _EXTEND),
-    *(Spoil(f"host lengths of {what}", "seq_lens_host", ContractError, host_lengths(wrong), _EXTEND)
+    *(Spoil(f"host lengths of {what}", "seq_lens_host", ContractError, host_lengths(wrong), _EXTEND, like=with_lengths)
       for what, wrong in (
           ("text", lambda n: tuple(map(str, n))), ("None", lambda n: (None,) * len(n)),
           ("floats", lambda n: tuple(map(float, n))), ("tensors", lambda n: [torch.tensor(length) for length in n]),
@@ -189,23 +194,23 @@ SPOILS: tuple[Spoil, ...] = (
           given("write_slots", lambda p: p.slots.to("meta")), WRITERS),
     Spoil("a write slot that another row reads", "write_slots", ValueRangeError, swapped_writes, WRITERS, values=True),
     Spoil("checkpoints after no token", "checkpoints.every", ValueRangeError, untouched, _EXTEND, _GDN,
-          change=with_plan(every=0)),
+          change=with_plan(every=0), like=_GOOD_PLAN),
     Spoil("checkpoints after 2.0 tokens", "checkpoints.every", ValueRangeError, untouched, _EXTEND, _GDN,
-          change=with_plan(every=2.0)),
+          change=with_plan(every=2.0), like=_GOOD_PLAN),
     Spoil("checkpoints after True tokens", "checkpoints.every", ValueRangeError, untouched, _EXTEND, _GDN,
-          change=with_plan(every=True)),
+          change=with_plan(every=True), like=_GOOD_PLAN),
     Spoil("checkpoint starts in int32", "checkpoints.starts", DtypeError, untouched, _EXTEND, _GDN,
-          change=with_plan(starts=lambda t: t.to(torch.int32))),
+          change=with_plan(starts=lambda t: t.to(torch.int32)), like=_GOOD_PLAN),
     Spoil("one checkpoint start too many", "checkpoints.starts", ShapeError, untouched, _EXTEND, _GDN,
-          change=with_plan(starts=longer)),
+          change=with_plan(starts=longer), like=_GOOD_PLAN),
     Spoil("checkpoint starts elsewhere", "checkpoints.starts", DeviceError, untouched, _EXTEND, _GDN,
-          change=with_plan(starts=elsewhere)),
+          change=with_plan(starts=elsewhere), like=_GOOD_PLAN),
     Spoil("checkpoint starts that do not fit", "checkpoints.starts", ValueRangeError, untouched, _EXTEND, _GDN,
-          values=True, change=with_plan(starts=with_value(-1, 99))),
+          values=True, change=with_plan(starts=with_value(-1, 99)), like=_GOOD_PLAN),
     Spoil("a negative checkpoint count", "checkpoints.count", ValueRangeError, untouched, _EXTEND, _GDN,
-          change=with_plan(count=-1)),
+          change=with_plan(count=-1), like=_GOOD_PLAN),
     Spoil("a checkpoint too many", "count", ValueRangeError, untouched, _EXTEND, _GDN, values=True,
-          change=with_plan(count=lambda n: n + 1)),
+          change=with_plan(count=lambda n: n + 1), like=_GOOD_PLAN),
     # Outputs
     Spoil("out elsewhere", "out", DeviceError, own_out(elsewhere), TOKENS),
     Spoil("out strided in its last dimension", "out", LayoutError, own_out(strided), TOKENS),
@@ -221,7 +226,7 @@ SPOILS: tuple[Spoil, ...] = (
     *(Spoil(f"gate {name} is None", f"gates.{name}", ContractError, untouched, TOKENS, _GDN,
             change=with_gates(**{name: None})) for name in ("a", "b", "A_log", "dt_bias")),
     *(Spoil(f"gate {name} is None", f"gates.{name}", ContractError, untouched, TOKENS, _GDN,
-            change=with_log_gates(**{name: None})) for name in ("g", "beta")),
+            change=with_log_gates(**{name: None}), like=_GOOD_LOG_GATES) for name in ("g", "beta")),
     *(Spoil(f"{name} is None", name, ContractError, untouched, TOKENS, _CONV, change=without(name))
       for name in ("x", "weight", "windows")),
     Spoil("slots are None", "slots", ContractError, untouched, EVERY, change=without("slots")),
@@ -230,12 +235,16 @@ SPOILS: tuple[Spoil, ...] = (
     Spoil("intermediates are None", "intermediates", ContractError, untouched, DRAFTS, change=without("intermediates")),
     Spoil("last is None", "last", ContractError, untouched, _COMMIT, change=without("last")),
     # Numbers
-    *(Spoil(f"scale {value!r}", "scale", ValueRangeError, untouched, TOKENS, _GDN, change=with_field("scale", value))
-      for value in (float("nan"), float("inf"), "1", True)),
+    *(Spoil(f"scale {value!r}", "scale", ValueRangeError, untouched, TOKENS, _GDN, change=with_field("scale", value),
+            like=_GOOD_SCALE) for value in (float("nan"), float("inf"), "1", True, torch.tensor(1.0))),
+    # What has the fields and is of no kind
+    Spoil("gates of no kind", "gates", ContractError, untouched, TOKENS, _GDN, change=gates_of_no_kind),
+    Spoil("a checkpoint plan of no kind", "checkpoints", ContractError, untouched, _EXTEND, _GDN,
+          change=plan_of_no_kind, like=_GOOD_PLAN),
     Spoil("log gates of another shape", "gates.g", ShapeError, untouched, TOKENS, _GDN,
-          change=with_log_gates(g=longer)),
+          change=with_log_gates(g=longer), like=_GOOD_LOG_GATES),
     Spoil("beta in half precision", "gates.beta", DtypeError, untouched, TOKENS, _GDN,
-          change=with_log_gates(beta=lambda t: t.to(torch.float16))),
+          change=with_log_gates(beta=lambda t: t.to(torch.float16)), like=_GOOD_LOG_GATES),
     Spoil("q of no head", "H >= 1", ShapeError, emptied("q", -2), TOKENS, _GDN),
     Spoil("q of no width", "K >= 1", ShapeError, emptied("q", -1), TOKENS, _GDN),
     Spoil("v of no head", "HV >= 1", ShapeError, emptied("v", -2), TOKENS, _GDN),

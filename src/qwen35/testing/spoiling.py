@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -142,6 +143,23 @@ def with_plan(**changes: Any) -> Callable[[Any], Any]:
         return replace(call, checkpoints=replace(plan, **new))
 
     return change
+
+
+def with_lengths(call: ExtendCall) -> ExtendCall:
+    """Good lengths on the host."""
+    return replace(call, seq_lens_host=tuple(call.cu_seqlens.diff().tolist()))
+
+
+def plan_of_no_kind(call: ExtendCall) -> ExtendCall:
+    """A good checkpoint plan's fields in another class."""
+    plan: Any = checkpoint_plan(call.cu_seqlens, 2)
+    return replace(call, checkpoints=SimpleNamespace(every=plan.every, starts=plan.starts, count=plan.count))  # type: ignore[arg-type]
+
+
+def gates_of_no_kind(call: Any) -> Any:
+    """Good raw gates' fields in another class."""
+    given = call.gates
+    return replace(call, gates=SimpleNamespace(a=given.a, b=given.b, A_log=given.A_log, dt_bias=given.dt_bias))
 
 
 def without(name: str) -> Callable[[Any], Any]:

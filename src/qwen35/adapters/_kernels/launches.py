@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from triton.compiler import CompiledKernel
+from triton.runtime import driver
 
 from qwen35.services.devices import current_stream
 
@@ -22,6 +23,12 @@ Grid = tuple[int, int, int]
 LOW_BITS = 15
 #: Launches of one kernel that are remembered before ``KeptLaunches`` begins anew.
 MAX_LAUNCHES = 1024
+
+
+def _loaded_for(tensor: Tensor | None) -> bool:
+    """Whether Triton, which loads for the current GPU, loaded for that of ``tensor``."""
+    index = None if tensor is None else tensor.device.index
+    return index is None or index == driver.active.get_current_device()
 
 
 class KeptLaunch:
@@ -51,13 +58,14 @@ class KeptLaunch:
     def first(self, aligned: bool, *tensors: Tensor | None) -> None:
         """Launch on the current stream. ``aligned``: the addresses whose low bits matter have none set."""
         found = self._kernel[self._grid](*tensors, *self._rest, **self._options)
-        if aligned and isinstance(found, CompiledKernel):  # the interpreter compiles nothing
+        # The interpreter compiles nothing.
+        if aligned and isinstance(found, CompiledKernel) and _loaded_for(tensors[0]):
             self._run, self._function, self._metadata = found.run, found.function, found.packed_metadata
             self.kept = True
 
     def again(self, stream: int, *addresses: int | None) -> None:
         """Launch on ``stream``. Of a tensor the launcher would ask the address, and then the driver whether it can be
-        one. Triton's launch hooks are not called."""
+        one. Triton's hooks are not called."""
         x, y, z = self._grid
         self._run(x, y, z, stream, self._function, self._metadata, None, None, None, *addresses, *self._rest)
 
@@ -66,7 +74,8 @@ class KeptLaunches:
     """Launches of ``kernel`` by callers who do not know which of their calls look alike, as a model's layers' do.
 
     Kept is what Triton found for tensors that all begin at multiples of 16 bytes, by everything else that it looks at:
-    the grid, the dtypes, the arguments behind the pointers, and the GPU; of the ``most`` latest, or fewer.
+    the grid, the dtypes, the arguments behind the pointers, and the GPU, whose tensors' must be the current one; of the
+    ``most`` latest, or fewer.
     """
 
     def __init__(self, kernel: Any, most: int = MAX_LAUNCHES, **options: int) -> None:
@@ -78,7 +87,7 @@ class KeptLaunches:
         device = tensors[0].device
         aligned = not reduce(or_, (tensor.data_ptr() for tensor in tensors)) & LOW_BITS
         key = (grid, rest, device, *(tensor.dtype for tensor in tensors))
-        launch = self._kept.get(key) if aligned else None
+        launch = self._kept.get(key)
         if launch is None:
             launch = KeptLaunch(self.kernel, grid, rest, **self._options)
         launch.launch(device, aligned, *tensors)

@@ -41,7 +41,7 @@ class KnownDecode:
         self._zero = rows.kept_zero_rows() if mend.zero else None
         self._stream_of, self._device = stream_of, call.slots.device
         self._A_log, self._dt_bias = parameters
-        self._given_scale = call.scale
+        self._given_scale = type(call.scale), call.scale  # 1.0 is no True, and a tensor's value is not asked
         self._scale = call.q.shape[-1] ** -0.5 if call.scale is None else call.scale
         self._makes_out, self._writes_read = call.out is None, call.write_slots is None
         self._dense = call.v.is_contiguous()
@@ -65,7 +65,7 @@ class KnownDecode:
         gates, out, write = call.gates, call.out, call.write_slots
         if type(gates) is not RawGates or (out is None) is not self._makes_out:
             return False
-        if (write is None) is not self._writes_read or call.scale != self._given_scale:
+        if (write is None) is not self._writes_read or (type(call.scale), call.scale) != self._given_scale:
             return False
         q, k, v, states, slots, a, b = call.q, call.k, call.v, call.states, call.slots, gates.a, gates.b
         if out is None and write is None:

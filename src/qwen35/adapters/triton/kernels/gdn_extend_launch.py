@@ -61,7 +61,7 @@ class ExtendLaunch:
         )  # fmt: skip
 
     def __call__(self, call: ExtendCall, out: Tensor, checkpoints: Tensor | None, room: Tensor) -> None:
-        """Launch both kernels; writes ``out`` [T, HV, V], ``checkpoints``, the pool, and ``room``, which has at least
+        """Launch both kernels; writes ``out`` [T, HV, V], ``checkpoints``, the pool, and ``room``, which has
         ``scratch_bytes`` bytes and starts at a multiple of 256."""
         scratch = cut(room, self._heads, self._tokens, self._dot)
         self.chunks(call, scratch)

@@ -17,10 +17,10 @@ _PIECE_BYTES = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendScratch:
-    """What the first kernel of extend leaves for the second.
+    """What the first kernel of extend leaves for the second, in vectors.
 
-    All flat. ``inverse`` and ``attention`` [HV, T, 64] in the dtype of products: row t is the row of token t in its
-    chunk's (I + A)^-1 diag(beta) and P. ``factors`` [4, HV, T] float32: exp(G)/|k|, exp(G) scale/|q|,
+    ``inverse`` and ``attention`` are laid out as [HV, T, 64], in the dtype of products: row t is the row of token t in
+    its chunk's (I + A)^-1 diag(beta) and P. ``factors`` float32, laid out as [4, HV, T]: exp(G)/|k|, exp(G) scale/|q|,
     exp(G_last - G)/|k|, exp(G).
     """
 
