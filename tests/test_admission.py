@@ -239,8 +239,8 @@ def test_what_equals_the_admitted_and_is_of_another_type_is_refused(
         desk.admit(replace(call, **bad))
 
 
-@pytest.mark.parametrize("scale", [True, ONE])
-@pytest.mark.parametrize("make", [decode, verify])
+@pytest.mark.parametrize("scale", [True, ONE, [1.0]], ids=["bool", "tensor", "list"])
+@pytest.mark.parametrize("make", [decode, extend, verify])
 def test_a_scale_of_another_type_is_refused_in_every_phase(make: Callable[[], Any], scale: Any) -> None:
     desk, call = Desk(), replace(make(), scale=1.0)
     desk.admit(call)

@@ -199,6 +199,19 @@ def test_log_gates_are_refused_after_raw_ones_were_seen() -> None:
     assert not bed.fake.calls
 
 
+@pytest.mark.parametrize("scale", [True, torch.ones(1), [1.0]], ids=["bool", "tensor", "list"])
+@pytest.mark.parametrize("latest", [True, False])
+def test_a_scale_of_another_type_is_refused_after_its_layout_was_seen(scale: Any, latest: bool) -> None:
+    """Of the layout of the latest call, and of one before it."""
+    bed = Bed(F32)
+    call = laid_out(bed.decode([4]))
+    bed.adapter.decode(replace(call, scale=1.0))
+    if not latest:
+        bed.adapter.decode(laid_out(bed.decode([4, 2])))
+    with pytest.raises(ContractError, match="scale"):
+        bed.adapter.decode(replace(call, scale=scale))
+
+
 @pytest.mark.parametrize("scale", [0.5, 0.0])
 def test_another_scale_is_another_layout(scale: float) -> None:
     bed = Bed()

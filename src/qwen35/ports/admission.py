@@ -81,10 +81,10 @@ class Admission:
         try:
             seen = kind in _NAMES and not _pool(call).is_cpu
             layout = _layout(call) if seen and kind in _TENSORS else None
-        except AttributeError:  # something is no tensor: the check names it
+            known = None if layout is None else self._known.get(layout)
+        except (AttributeError, TypeError):  # something is no tensor, or no number: the check names it
             CHECKS[kind](call)
             raise
-        known = None if layout is None else self._known.get(layout)
         if known is not None:
             known.compare_with(call)
             self._latest[kind] = known

@@ -16,6 +16,8 @@ from qwen35.ports.admission import CHECKS
 from qwen35.ports.gdn_calls import DecodeCall, GdnPlan, RawGates, VerifyCall
 
 StepCall = DecodeCall | VerifyCall
+#: Types of a scale that can be told apart by value; of any other the check says what it is, every time.
+_SCALES = frozenset({float, int, type(None)})
 
 _PARAMETERS, _GATES = attrgetter("A_log", "dt_bias"), attrgetter("a", "b")
 _TENSORS = {
@@ -53,7 +55,7 @@ def raw_gates(call: StepCall) -> RawGates:
 
 
 def look_at(call: StepCall) -> tuple[tuple[object, ...], bool]:
-    """All that the checks look at, as a key, and whether an address is off, which no set of shapes can settle.
+    """All that the checks look at, as a key, and whether an address or a scale is one that no key can settle.
 
     Copies are made of parameters, so their addresses do not matter. Raises what the check says where something is no
     tensor.
@@ -71,7 +73,8 @@ def _look_at(call: StepCall) -> tuple[tuple[object, ...], bool]:
     if isinstance(call.gates, RawGates):
         tensors += _GATES(call.gates)
         parameters = _PARAMETERS(call.gates)
-    key: list[object] = [type(call), call.scale]
+    known = type(call.scale) in _SCALES
+    key: list[object] = [type(call), type(call.scale), call.scale if known else None]
     joined = 0
     for tensor in tensors:
         if tensor is None:
@@ -81,4 +84,4 @@ def _look_at(call: StepCall) -> tuple[tuple[object, ...], bool]:
             joined |= tensor.data_ptr()
     for tensor in parameters:
         key += (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-    return tuple(key), joined % ALIGNMENT != 0
+    return tuple(key), joined % ALIGNMENT != 0 or not known
