@@ -255,6 +255,19 @@ def test_rank_0_is_taken_only_by_name() -> None:
         AdapterRegistry(CPU, extra=[*unusable, one]).choose(PORT, "auto")
 
 
+def test_auto_takes_for_a_phase_one_that_offers_it() -> None:
+    partial = FakeGatedDeltaRule(1.0)
+    partial.capabilities = replace(partial.capabilities, phases=frozenset({Phase.DECODE, Phase.EXTEND}))
+    entry = fake_entry("partial", partial, rank=99)
+    verify = AdapterRegistry(CPU, extra=[entry]).choose(PORT, "auto", Phase.VERIFY)
+    assert verify.name != "partial"
+    assert verify.rejected["partial"] == ("verify is not offered",)
+    container = qwen35.build(adapters=[entry], device="cpu")
+    chosen = {phase: name for phase, (name, _) in container.gated_delta_rule().adapters.items()}
+    assert (chosen[Phase.DECODE], chosen[Phase.EXTEND]) == ("partial", "partial")
+    assert chosen[Phase.VERIFY] == chosen[Phase.COMMIT] == verify.name
+
+
 def raising(error: Exception) -> Any:
     def call(*_: object) -> Any:
         raise error

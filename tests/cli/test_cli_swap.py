@@ -6,6 +6,7 @@ import json
 import math
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from qwen35.cli.parse import token_dtype
-from qwen35.cli.swap import make_rows
+from qwen35.cli.swap import Request, make_rows
 from qwen35.domain.errors import UnknownNameError
 
 SMALL = ("--device", "cpu", "--decode-batches", "1,3", "--prefill", "1x5,2x3", "--verify", "2x3", "--repeats", "2")
@@ -65,6 +66,13 @@ def test_bytes_are_states_read_and_written_and_tokens(run: Any, checkpoint: Path
         "decode 1": 2 * state + token, "decode 3": 6 * state + 3 * token,
         "extend 1x5+2x3": 6 * state + 11 * token, "verify 2x3": (2 + 6) * state + 6 * token,
     }  # fmt: skip
+
+
+def test_the_recorded_command_has_what_was_emptied() -> None:
+    words = shlex.split(Request(prefill="", verify="").command())
+    for option in ("--prefill", "--verify"):
+        assert words[words.index(option) + 1] == ""
+    assert "--gdn" not in words
 
 
 def test_the_recorded_command_repeats_the_experiment(run: Any, checkpoint: Path, tmp_path: Path) -> None:

@@ -105,6 +105,32 @@ def test_phases_that_are_not_offered_are_skipped_with_the_reason() -> None:
     assert skipped.reason == "extend is not offered"
 
 
+class ReturnsNothing(Plain):
+    def decode(self, call: DecodeCall) -> Any:
+        super().decode(call)
+
+    def extend(self, call: Any) -> Any:
+        return super().extend(call).out
+
+
+def test_what_a_method_must_return_is_said() -> None:
+    reports = by_law(ReturnsNothing)
+    for phase, said in (("decode", "Tensor, got NoneType"), ("extend", "ExtendResult, got Tensor")):
+        report = reports[f"{phase}: within the stated bound of the oracle"]
+        assert report.status is LawStatus.FAILED
+        assert report.reason == f"{phase} must return {said}"
+
+
+def test_no_law_is_judged_without_assertions() -> None:
+    code = (
+        "import qwen35; from qwen35.testing import run_laws\n"
+        "print(len(run_laws('gated_delta_rule', qwen35.adapter('gated_delta_rule', 'reference', device='cpu'))))"
+    )
+    result = subprocess.run([sys.executable, "-O", "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 1
+    assert "ConfigurationError: laws are assertions, which python -O and PYTHONOPTIMIZE leave out" in result.stderr
+
+
 def test_a_kernel_packages_own_error_is_a_failed_law_not_a_crash() -> None:
     report = by_law(Crashing)["decode: within the stated bound of the oracle"]
     assert report.status is LawStatus.FAILED

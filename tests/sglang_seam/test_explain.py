@@ -17,7 +17,7 @@ from qwen35 import sglang_plugin
 from qwen35.adapters.sglang import seam
 from qwen35.adapters.sglang.seam_choices import IDLE, phase_choices
 from qwen35.adapters.sglang.seam_model import ModelFacts
-from qwen35.domain.capabilities import Capabilities
+from qwen35.domain.capabilities import Capabilities, Phase
 from qwen35.domain.errors import ConfigurationError, UnknownNameError
 from qwen35.domain.geometry import GdnGeometry
 from qwen35.services.platform import detect_platform
@@ -149,6 +149,16 @@ def test_a_model_that_the_adapter_refuses_says_who_serves_it(
     assert "which cannot serve here: " in decode
     assert decode.endswith(f"; {then}")
     assert not any(line.startswith("the launch ends") for line in lines)
+
+
+def test_a_phase_that_the_adapter_does_not_offer_says_who_serves_it() -> None:
+    settings = load_settings(None, device="cpu", gdn_verify="fake")
+    fake = FakeGatedDeltaRule(0.0)
+    fake.capabilities = Capabilities(phases=frozenset({Phase.DECODE}))
+    registry = AdapterRegistry(detect_platform("cpu"), None, [fake_entry("fake", fake)])
+    verify = phase_choices(settings, registry, None)[2].text()
+    assert "which cannot serve here: verify is not offered" in verify
+    assert verify.endswith("; SGLang's own kernel serves")
 
 
 def test_a_model_that_only_the_fallback_takes_says_that_it_serves() -> None:

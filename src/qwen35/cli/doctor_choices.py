@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, TypedDict
 
+from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import Qwen35Error, UnavailableError
 
 if TYPE_CHECKING:
@@ -48,12 +49,12 @@ class BuildFacts(TypedDict):
 
 def choices(registry: AdapterRegistry, settings: Settings) -> list[ChoiceFacts]:
     """One entry a setting."""
-    extend = _chosen(registry, "gdn_extend", _RULE, settings.gdn_extend)
+    extend = _chosen(registry, "gdn_extend", _RULE, settings.gdn_extend, Phase.EXTEND)
     return [
-        _chosen(registry, "gdn_decode", _RULE, settings.gdn_decode),
+        _chosen(registry, "gdn_decode", _RULE, settings.gdn_decode, Phase.DECODE),
         extend,
         _prefill_split(settings, extend["adapter"]),
-        _chosen(registry, "gdn_verify", _RULE, settings.gdn_verify),
+        _chosen(registry, "gdn_verify", _RULE, settings.gdn_verify, Phase.VERIFY),
         _fallback(registry, settings.gdn_fallback),
         _shadow(registry, settings),
         _chosen(registry, "conv", _CONVOLUTION, settings.conv),
@@ -81,9 +82,11 @@ def _facts(setting: str, port: str, requested: str, reason: str, *, ok: bool = T
     return ChoiceFacts(setting=setting, requested=requested, port=port, adapter=None, ok=ok, reason=reason, rejected={})
 
 
-def _chosen(registry: AdapterRegistry, setting: str, port: str, requested: str) -> ChoiceFacts:
+def _chosen(
+    registry: AdapterRegistry, setting: str, port: str, requested: str, phase: Phase | None = None
+) -> ChoiceFacts:
     try:
-        choice = registry.choose(port, requested)
+        choice = registry.choose(port, requested, phase)
     except Qwen35Error as exc:
         return _facts(setting, port, requested, f"build() would fail: {exc}", ok=False)
     facts = _facts(setting, port, requested, choice.reason)

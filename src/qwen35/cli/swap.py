@@ -66,7 +66,8 @@ class Request:
         words = ["qwen35", "swap"]
         for field in fields(self):
             value = getattr(self, field.name)
-            if value not in (None, "") and not (field.name == "geometry" and self.model is not None):
+            left_out = value is None or value == field.default == ""  # an option that was emptied is one that was given
+            if not left_out and not (field.name == "geometry" and self.model is not None):
                 words += [f"--{field.name.replace('_', '-')}", str(value)]
         return shlex.join(words)
 

@@ -41,7 +41,7 @@ def make_gated_delta_rule(settings: Settings, registry: AdapterRegistry, counter
     requested = {
         Phase.DECODE: settings.gdn_decode, Phase.EXTEND: settings.gdn_extend, Phase.VERIFY: settings.gdn_verify,
     }  # fmt: skip
-    names = {phase: registry.choose(port, name).name for phase, name in requested.items()}
+    names = {phase: registry.choose(port, name, phase).name for phase, name in requested.items()}
     if settings.gdn_fallback is not None:
         registry.choose(port, settings.gdn_fallback)
     made: dict[str, GatedDeltaRule] = {

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from qwen35.domain.capabilities import Support
+from qwen35.domain.capabilities import Phase, Support
 from qwen35.domain.errors import ConfigurationError, Qwen35Error, UnavailableError, UnknownNameError
 from qwen35.domain.platform import Platform
 from qwen35.ports.adapter import ENTRY_POINT_GROUP, AdapterEntry, AdapterOptions
@@ -137,32 +137,34 @@ class AdapterRegistry:
             self._made[port, name] = _made(what, self.entry(port, name), self.platform, self._options)
         return self._made[port, name]
 
-    def choose(self, port: str, requested: str) -> Choice:
+    def choose(self, port: str, requested: str, phase: Phase | None = None) -> Choice:
         """The adapter named by ``requested``, or for "auto" the usable one of the highest rank that keeps
-        every clause; one of rank 0 or less is only ever taken by name. Raises ``UnavailableError`` where the named
+        every clause and offers ``phase`` (None: whatever it offers); one of rank 0 or less is only ever taken by name.
+        Raises ``UnavailableError`` where the named
         one, or every one, cannot be used."""
         if requested != AUTO:
             self.adapter(port, requested)
             return Choice(port, requested, "named in the settings")
         rejected: dict[str, tuple[str, ...]] = {}
         for name in self.names(port):
-            reasons = self._against(port, name)
+            reasons = self._against(port, name, phase)
             if not reasons:
                 return Choice(port, name, "best usable adapter that keeps every clause", rejected)
             rejected[name] = reasons
         found = [f"{name}: {'; '.join(why)}" for name, why in rejected.items()]
         raise UnavailableError(f"no {port} adapter is usable here", found or ["none is installed"])
 
-    def _against(self, port: str, name: str) -> tuple[str, ...]:
+    def _against(self, port: str, name: str, phase: Phase | None) -> tuple[str, ...]:
         """Why the automatic choice does not take this adapter; none: it may."""
         rank = self.entry(port, name).rank
         if rank <= NAMED_ONLY_RANK:
             return (f"rank {rank}: used only when named",)
         try:
-            deviations = self.adapter(port, name).capabilities.deviations
+            can = self.adapter(port, name).capabilities
         except UnavailableError as exc:
             return exc.reasons
-        return tuple(f"deviates from {clause}: {why}" for clause, why in deviations.items())
+        missing = () if phase is None or phase in can.phases else (f"{phase} is not offered",)
+        return (*missing, *(f"deviates from {clause}: {why}" for clause, why in can.deviations.items()))
 
     def close(self) -> None:
         """Close every adapter that was made, also where one of them fails to. Idempotent."""

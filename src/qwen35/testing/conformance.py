@@ -15,7 +15,7 @@ from hypothesis import Phase as Step
 from hypothesis.errors import FlakyFailure, HypothesisException, Unsatisfiable
 
 from qwen35.domain.capabilities import Clause
-from qwen35.domain.errors import UnknownNameError
+from qwen35.domain.errors import ConfigurationError, UnknownNameError
 from qwen35.services.counters import Counters
 from qwen35.testing.bench import Bench, Refused
 from qwen35.testing.case import Case
@@ -121,7 +121,12 @@ def run_law(
     law: Law, bench: Bench, *, examples: int | None = None, counters: Counters | None = None,
     seed: int | None = None, shrink: bool = True,
 ) -> LawReport:  # fmt: skip
-    """Check one law on ``examples`` drawn cases and shrink what breaks it."""
+    """Check one law on ``examples`` drawn cases and shrink what breaks it.
+
+    Raises ``ConfigurationError`` under ``python -O``, which leaves out the assertions that laws are made of.
+    """
+    if not __debug__:
+        raise ConfigurationError("laws are assertions, which python -O and PYTHONOPTIMIZE leave out: run without them")
     seed = random.randrange(2**32) if seed is None else seed
     started, fell_back = time.perf_counter(), _fallbacks(counters, law.port)
     reasons = law.skip_reasons(bench)

@@ -13,6 +13,7 @@ from hypothesis.strategies import SearchStrategy
 from torch import Tensor
 
 from qwen35.domain.capabilities import Phase
+from qwen35.ports.gated_delta_rule import ExtendCall, ExtendResult
 from qwen35.ports.support import PHASE_OF
 from qwen35.testing.case import Case
 from qwen35.testing.limits import Limits
@@ -100,12 +101,11 @@ class Kit(ABC):
 def serve(adapter: Any, call: Any) -> Served:
     """Hand ``call`` to the adapter's method for it."""
     phase = PHASE_OF[type(call)]
-    if phase is Phase.DECODE:
-        return Served(adapter.decode(call))
-    if phase is Phase.VERIFY:
-        return Served(adapter.verify(call))
     if phase is Phase.COMMIT:
         adapter.commit(call)
         return Served()
-    result = adapter.extend(call)
-    return Served(result) if isinstance(result, Tensor) else Served(result.out, result.checkpoints)
+    result = getattr(adapter, phase)(call)
+    wanted = ExtendResult if type(call) is ExtendCall else Tensor
+    if not isinstance(result, wanted):
+        raise AssertionError(f"{phase} must return {wanted.__name__}, got {type(result).__name__}")
+    return Served(result.out, result.checkpoints) if isinstance(result, ExtendResult) else Served(result)

@@ -94,10 +94,19 @@ def _phase_choice(
     machine = registry.usable(PORT, name)
     if not machine:
         return PhaseChoice(phase=phase, adapter=name, reasons=machine.reasons)
-    against = _against_model(registry, name, facts)
+    against = _against(registry, name, facts, phase)
     return PhaseChoice(
         phase=phase, adapter=name, reasons=against, unrouted=unrouted, then=_instead(settings, registry, facts)
     )
+
+
+def _against(
+    registry: AdapterRegistry, name: str, facts: ModelFacts | None, phase: Phase
+) -> tuple[str, ...]:
+    """Why calls of ``phase`` will go to ``_instead``."""
+    if phase not in registry.adapter(PORT, name).capabilities.phases:
+        return (f"{phase} is not offered",)
+    return _against_model(registry, name, facts)
 
 
 def _against_model(registry: AdapterRegistry, name: str, facts: ModelFacts | None) -> tuple[str, ...]:
