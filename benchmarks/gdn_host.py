@@ -5,7 +5,7 @@ from __future__ import annotations
 import cProfile
 import pstats
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -50,10 +50,7 @@ def _host_times(session: Session, name: str, state: torch.dtype, flashinfer: boo
             f"{adapter} container, call made anew": partial(_made_anew, rule, call),
         }  # fmt: skip
     found = host_medians(ways)
-    if session.profile:
-        for way in ways:
-            if way.endswith("container"):
-                show_profile(f"{way}, {name} state, B = 1", ways[way])
+    show_profiles(session, ways, f"{name} state, B = 1", count=2000)
     return found
 
 
@@ -64,8 +61,15 @@ def _made_anew(rule: GatedDeltaRule, c: DecodeCall) -> object:
     return rule.decode(DecodeCall(q=c.q, k=c.k, v=c.v, gates=gates, states=c.states, slots=c.slots, out=c.out))
 
 
-def show_profile(what: str, thunk: Thunk, count: int = 2000) -> None:
-    """Where the host's time goes; cProfile itself about doubles it."""
+def show_profiles(session: Session, ways: Mapping[str, Thunk], what: str, count: int) -> None:
+    """Where the host's time goes in each container, if ``session`` wants to know."""
+    for way, thunk in ways.items():
+        if session.profile and way.endswith("container"):
+            show_profile(f"{way}, {what}", thunk, count)
+
+
+def show_profile(what: str, thunk: Thunk, count: int) -> None:
+    """Of one way; cProfile itself about doubles it."""
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(count):
@@ -90,10 +94,7 @@ def extend_host_part(session: Session) -> Iterator[Claim]:
             thunks = [[partial(subject.extend, call) for call in calls] for calls in prompts]
             ways[f"{adapter} {way}"] = partial(_run_each, thunks)
     found = host_medians(ways, count=60, block=3)
-    if session.profile:
-        for way in ways:
-            if way.endswith("container"):
-                show_profile(f"{way}, extends of {LAYERS} layers", ways[way], count=20)
+    show_profiles(session, ways, f"extends of {LAYERS} layers", count=20)
     for way, microseconds in found.items():
         what = f"{way}, extends of {' and '.join(map(str, PROMPTS))} tokens in turn, a layer"
         yield Claim("extend_host", what, microseconds / (len(PROMPTS) * LAYERS), "us", reasons=list(usable.reasons))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,21 @@ def test_a_phase_that_the_adapter_does_not_offer_says_who_serves_it() -> None:
     verify = phase_choices(settings, registry, None)[2].text()
     assert "which cannot serve here: verify is not offered" in verify
     assert verify.endswith("; SGLang's own kernel serves")
+    with_fallback = load_settings(None, device="cpu", gdn_verify="fake", gdn_fallback="fake")
+    again = phase_choices(with_fallback, registry, None)[2].text()
+    assert again == verify, "what lacks the phase is no fallback for it"
+
+
+def test_an_adapter_that_cannot_be_made_says_so_without_a_model_too() -> None:
+    def fails(*_: object) -> Any:
+        raise RuntimeError("no symbol")
+
+    registry = AdapterRegistry(
+        detect_platform("cpu"), None, [replace(fake_entry("fake", FakeGatedDeltaRule(0.0)), create=fails)]
+    )
+    decode = phase_choices(load_settings(None, device="cpu", gdn_decode="fake"), registry, None)[0].text()
+    assert "its factory failed with RuntimeError: no symbol" in decode
+    assert decode.endswith("the launch ends")
 
 
 def test_a_model_that_only_the_fallback_takes_says_that_it_serves() -> None:

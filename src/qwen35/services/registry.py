@@ -140,8 +140,7 @@ class AdapterRegistry:
     def choose(self, port: str, requested: str, phase: Phase | None = None) -> Choice:
         """The adapter named by ``requested``, or for "auto" the usable one of the highest rank that keeps
         every clause and offers ``phase`` (None: whatever it offers); one of rank 0 or less is only ever taken by name.
-        Raises ``UnavailableError`` where the named
-        one, or every one, cannot be used."""
+        Raises ``UnavailableError`` where the named one, or every one, cannot be used."""
         if requested != AUTO:
             self.adapter(port, requested)
             return Choice(port, requested, "named in the settings")

@@ -234,13 +234,13 @@ SPOILS: tuple[Spoil, ...] = (
     Spoil("cu_seqlens is None", "cu_seqlens", ContractError, untouched, _EXTEND, change=without("cu_seqlens")),
     Spoil("intermediates are None", "intermediates", ContractError, untouched, DRAFTS, change=without("intermediates")),
     Spoil("last is None", "last", ContractError, untouched, _COMMIT, change=without("last")),
-    # Numbers
-    *(Spoil(f"scale {value!r}", "scale", ValueRangeError, untouched, TOKENS, _GDN, change=with_field("scale", value),
-            like=_GOOD_SCALE) for value in (float("nan"), float("inf"), "1", True, torch.tensor(1.0))),
     # What has the fields and is of no kind
     Spoil("gates of no kind", "gates", ContractError, untouched, TOKENS, _GDN, change=gates_of_no_kind),
     Spoil("a checkpoint plan of no kind", "checkpoints", ContractError, untouched, _EXTEND, _GDN,
           change=plan_of_no_kind, like=_GOOD_PLAN),
+    # Numbers
+    *(Spoil(f"scale {value!r}", "scale", ValueRangeError, untouched, TOKENS, _GDN, change=with_field("scale", value),
+            like=_GOOD_SCALE) for value in (float("nan"), float("inf"), "1", True, torch.tensor(1.0))),
     Spoil("log gates of another shape", "gates.g", ShapeError, untouched, TOKENS, _GDN,
           change=with_log_gates(g=longer), like=_GOOD_LOG_GATES),
     Spoil("beta in half precision", "gates.beta", DtypeError, untouched, TOKENS, _GDN,

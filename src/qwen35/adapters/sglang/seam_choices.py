@@ -17,7 +17,7 @@ from qwen35.adapters.sglang.seam_explain import (
 )
 from qwen35.adapters.sglang.seam_model import ModelFacts
 from qwen35.adapters.sglang.seams.release import Release
-from qwen35.domain.capabilities import Phase
+from qwen35.domain.capabilities import Capabilities, Phase
 from qwen35.domain.errors import UnavailableError
 from qwen35.domain.finalize_policy import FUSING_MODEL_TYPES
 from qwen35.domain.shadow import parse_shadow
@@ -91,34 +91,33 @@ def _phase_choice(
     name = requested_phases(settings).get(phase)
     if name is None:
         return PhaseChoice(phase=phase, adapter=None, unrouted=unrouted)
-    machine = registry.usable(PORT, name)
-    if not machine:
-        return PhaseChoice(phase=phase, adapter=name, reasons=machine.reasons)
-    against = _against(registry, name, facts, phase)
+    try:
+        can = registry.adapter(PORT, name).capabilities
+    except UnavailableError as exc:
+        return PhaseChoice(phase=phase, adapter=name, reasons=exc.reasons)
     return PhaseChoice(
-        phase=phase, adapter=name, reasons=against, unrouted=unrouted, then=_instead(settings, registry, facts)
-    )
+        phase=phase, adapter=name, reasons=_against(can, registry, facts, phase), unrouted=unrouted,
+        then=_instead(settings, registry, facts, phase),
+    )  # fmt: skip
 
 
 def _against(
-    registry: AdapterRegistry, name: str, facts: ModelFacts | None, phase: Phase
+    can: Capabilities, registry: AdapterRegistry, facts: ModelFacts | None, phase: Phase
 ) -> tuple[str, ...]:
-    """Why calls of ``phase`` will go to ``_instead``."""
-    if phase not in registry.adapter(PORT, name).capabilities.phases:
+    """Why an adapter with capabilities ``can`` serves no call of ``phase`` here, for the model where there is one."""
+    if phase not in can.phases:
         return (f"{phase} is not offered",)
-    return _against_model(registry, name, facts)
-
-
-def _against_model(registry: AdapterRegistry, name: str, facts: ModelFacts | None) -> tuple[str, ...]:
     plan = None if facts is None else facts.plan(torch.device(registry.platform.device))
-    return () if plan is None else plan_support(registry.adapter(PORT, name).capabilities, plan).reasons
+    return () if plan is None else plan_support(can, plan).reasons
 
 
-def _instead(settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None) -> str:
-    """What happens to a model whose plan a chosen adapter refuses."""
+def _instead(settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None, phase: Phase) -> str:
+    """What happens where the chosen adapter serves no call of ``phase``."""
     second = settings.gdn_fallback
-    if second is not None and registry.usable(PORT, second) and not _against_model(registry, second, facts):
-        return f"{second} (QWEN35_GDN_FALLBACK) serves"
+    if second is not None and registry.usable(PORT, second):
+        can = registry.adapter(PORT, second).capabilities
+        if not _against(can, registry, facts, phase):
+            return f"{second} (QWEN35_GDN_FALLBACK) serves"
     return f"{ENDS} (QWEN35_SGLANG_STRICT)" if settings.sglang_strict else "SGLang's own kernel serves"
 
 
