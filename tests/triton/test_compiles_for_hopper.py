@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
+from without_device import (
+    HEADS,
+    HOPPER_SHARED_BYTES,
+    KEY_HEADS,
+    HopperWithoutDevice,
+    in_place_of_the_driver,
+    pool,
+    tokens,
+)
 
 from qwen35.adapters.triton.kernels import (
     conv_commit,
@@ -39,62 +45,8 @@ from qwen35.services.scratch import empty_aligned
 
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter does not compile")
 
-#: Shared memory of one program on compute capability 9.0: 227 KiB (CUDA programming guide, technical specifications).
-HOPPER_SHARED_BYTES = 227 * 1024
 #: Programs along axes 1 and 2 of a grid (the same table).
 MOST_ACROSS = 65_535
-
-
-class HopperWithoutDevice:
-    """Stands in for Triton's driver: says what to compile for, loads nothing and launches nothing.
-
-    ``launched``: which of the ``loaded`` kernels, counted from one, with which arguments; ``streams``: on which stream.
-    """
-
-    utils: HopperWithoutDevice
-
-    def __init__(self) -> None:
-        self.utils = self
-        self.loaded: list[str] = []
-        self.grids: dict[str, tuple[int, int, int]] = {}
-        self.streams: list[int] = []
-        self.launched: list[tuple[int, tuple[object, ...]]] = []
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self) -> int:
-        return -1  # no real device, so that no real launch finds these kernels in a cache
-
-    def get_current_stream(self, _device: int) -> int:
-        return 0
-
-    def get_device_properties(self, _device: int) -> dict[str, int]:
-        return {"max_shared_mem": HOPPER_SHARED_BYTES}
-
-    def load_binary(self, name: str, *_: object) -> tuple[int, int, int, int, int]:
-        self.loaded.append(name)
-        return 0, len(self.loaded), 0, 0, 1024
-
-    def launcher_cls(self, _source: object, metadata: Any) -> Callable[..., None]:
-        def launch(x: int, y: int, z: int, stream: int, function: int, *rest: object) -> None:
-            self.grids[metadata.name] = x, y, z
-            self.streams.append(stream)
-            self.launched.append((function, rest[4:]))  # after two kinds of metadata and two hooks
-
-        return launch
-
-
-StandIn = TypeVar("StandIn", bound=HopperWithoutDevice)
-
-
-@contextmanager
-def in_place_of_the_driver(monkeypatch: pytest.MonkeyPatch, stand_in: StandIn, *kernels: Any) -> Iterator[StandIn]:
-    """Triton asks ``stand_in``; what it compiled of ``kernels`` is forgotten at the end."""
-    monkeypatch.setattr(driver, "_active", stand_in)
-    yield stand_in
-    for kernel in kernels:
-        kernel.device_caches.pop(-1, None)
 
 
 @pytest.fixture
@@ -106,23 +58,6 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[HopperWithoutDevice]:
     )  # fmt: skip
     with in_place_of_the_driver(monkeypatch, HopperWithoutDevice(), *kernels) as one:
         yield one
-
-
-HEADS, KEY_HEADS = 4, 2
-
-
-def tokens(width: int, value_width: int, dtype: torch.dtype, *leading: int) -> dict[str, Any]:
-    def zeros(*shape: int) -> torch.Tensor:
-        return torch.zeros(*leading, *shape, dtype=dtype)
-
-    gates = RawGates(a=zeros(HEADS), b=zeros(HEADS), A_log=torch.zeros(HEADS), dt_bias=torch.zeros(HEADS))
-    key = zeros(KEY_HEADS, width)
-    return {"q": key, "k": key, "v": zeros(HEADS, value_width), "gates": gates}
-
-
-def pool(width: int, value_width: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    slots = torch.zeros(1, dtype=torch.int32)
-    return {"states": torch.zeros(1, HEADS, value_width, width, dtype=dtype), "slots": slots}
 
 
 def room_for(launch: gdn_extend_launch.ExtendLaunch) -> torch.Tensor:

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 import triton
-from test_compiles_for_hopper import in_place_of_the_driver
 from test_row_launches import Lookups, at
+from without_device import in_place_of_the_driver
 
 from elsewhere import elsewhere
 from qwen35.adapters.triton.gated_delta_rule import TritonGatedDeltaRule

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from test_compiles_for_hopper import HopperWithoutDevice, in_place_of_the_driver
+from without_device import HopperWithoutDevice, in_place_of_the_driver
 
 from qwen35.adapters._kernels import prefill_kernels, row_kernels
 from qwen35.adapters._kernels.launches import KeptLaunch, KeptLaunches

@@ -28,10 +28,13 @@ def decode_kernel(
     """One program: BLOCK_V rows of the state of one value head of one batch row.
 
     The rows are read in PIECES of INNER columns, so that fewer lanes share a row and more of the sum over K stays
-    inside a thread. Tokens and gates are read of padded rows too: these loads need not wait for the slot.
+    inside a thread.
 
-    How ptxas schedules this decides the last two percent, and hangs on the order of the parameters and of the address
-    arithmetic (benchmarks/results/decode_variants.json): time it after any change.
+    Nothing but the slot may be waited for before the state's loads are on their way. A warp has six scoreboards to wait
+    by; where ptxas lets a gate's load share one with the slot's, the state is asked for later, which costs 1.7 percent
+    at 256 rows (benchmarks/results/decode_variants.json: o, so and uf against all others). Tokens and gates are
+    masked by the slot, and stand behind the state, for that order; tests/triton/test_decode_waits.py reads it in what
+    ptxas made.
     """
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
@@ -44,13 +47,13 @@ def decode_kernel(
     rows = pid % BLOCKS * BLOCK_V + tl.arange(0, BLOCK_V)
     in_v = (rows < V) & live
     at = states + slot * slot_stride + head * (V * K) + rows[:, None] * K + columns[None, :]
-    q_raw = load_pieces(q + row * q_row + head // RATIO * q_head + columns, columns, True, K, INNER, PIECES, False)
-    k_raw = load_pieces(k + row * k_row + head // RATIO * k_head + columns, columns, True, K, INNER, PIECES, False)
-    v_raw = tl.load(v + row * v_row + head * v_head + rows, mask=rows < V, other=0.0).to(tl.float32)
-    g, b = load_gates(gate, beta, A_log, dt_bias, row * gate_row + head, row * beta_row + head, head, True, RAW)
+    state = load_pieces(at, columns[None, :], in_v[:, None], K, INNER, PIECES, STREAM)
+    q_raw = load_pieces(q + row * q_row + head // RATIO * q_head + columns, columns, live, K, INNER, PIECES, False)
+    k_raw = load_pieces(k + row * k_row + head // RATIO * k_head + columns, columns, live, K, INNER, PIECES, False)
+    v_raw = tl.load(v + row * v_row + head * v_head + rows, mask=in_v, other=0.0).to(tl.float32)
+    g, b = load_gates(gate, beta, A_log, dt_bias, row * gate_row + head, row * beta_row + head, head, live, RAW)
     alpha = tl.exp(g)
 
-    state = load_pieces(at, columns[None, :], in_v[:, None], K, INNER, PIECES, STREAM)
     state, o = delta_step(state, q_raw, k_raw, v_raw, scale, alpha, b, PIECES)
     o = tl.where(live, o, 0.0)
     tl.store(out + row * out_row + head * out_head + rows, rounded(o, out.dtype.element_ty), mask=rows < V)
