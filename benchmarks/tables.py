@@ -96,7 +96,8 @@ def decode_table(report: dict[str, Any]) -> str:
     for row in report["rows"]:
         taken = (", ".join(f"{median(us):.1f}" for us in row["us"][way].values()) for way in ways)
         found = (f"{us} | {row['ratio'][way]:.3f}" for way, us in zip(ways, taken, strict=True))
-        lines.append(f"| {row['state']} | {row['heads']}/{row['key_heads']} | {row['batch']} | {' | '.join(found)} |")
+        state = f"{row['state']}, dt_bias {row['dt_bias']}" if "dt_bias" in row else row["state"]
+        lines.append(f"| {state} | {row['heads']}/{row['key_heads']} | {row['batch']} | {' | '.join(found)} |")
     return "\n".join(lines)
 
 

@@ -45,14 +45,16 @@ def tiles() -> list[DecodeConfig]:
     ]
 
 
-def calls(batch: int, heads: int, key_heads: int, state_dtype: torch.dtype) -> list[DecodeCall]:
+def calls(
+    batch: int, heads: int, key_heads: int, state_dtype: torch.dtype, bias_dtype: torch.dtype = torch.float32
+) -> list[DecodeCall]:
     """Calls over one pool, each with slots of its own, so that every one finds the L2 cold."""
     on = torch.device("cuda")
     bytes_a_call = 2 * batch * heads * WIDTH * WIDTH * state_dtype.itemsize
     sets = cold_sets(on, bytes_a_call)
     states = torch.randn(sets * batch, heads, WIDTH, WIDTH, device=on).mul_(0.1).to(state_dtype)
     slots = torch.randperm(sets * batch, device=on, dtype=torch.int32).view(sets, batch)
-    A_log, dt_bias = torch.rand(heads, device=on), torch.randn(heads, device=on)
+    A_log, dt_bias = torch.rand(heads, device=on), torch.randn(heads, device=on, dtype=bias_dtype)
     made = []
     for row in slots:
         packed = torch.randn(batch, 2 * key_heads + heads, WIDTH, device=on, dtype=torch.bfloat16)
