@@ -93,13 +93,15 @@ def compared(first: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def paired(first: Mapping[str, list[float]], other: Mapping[str, list[float]]) -> dict[str, dict[str, float]]:
-    """``other`` over ``first`` round by round: the median, and the quartiles."""
+    """``other`` over ``first`` round by round: the median, and the quartiles; and the ratio of their own medians."""
     found = {}
     for name, values in first.items():
         ratios = sorted(b / a for a, b in zip(values, other.get(name, ()), strict=False))
         if ratios:
             low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
-            found[name] = {"median": round(middle, 3), "low": round(low, 3), "high": round(high, 3)}
+            own = statistics.median(other[name]) / statistics.median(values)
+            found[name] = {"median": middle, "low": low, "high": high, "of_medians": own}
+            found[name] = {what: round(ratio, 3) for what, ratio in found[name].items()}
     return found
 
 

@@ -22,7 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -149,13 +149,19 @@ def gpu_slots(suite: Suite, gpus: Sequence[str]) -> list[str]:
     return slots[:1] if suite.in_turn else slots
 
 
-def write_documents(places: Places, suite: Suite, failures: list[dict[str, Any]]) -> None:
-    """Compare the results that are there; those that are missing are named."""
+def write_documents(places: Places, suite: Suite, asked: Collection[str], failures: list[dict[str, Any]]) -> None:
+    """Compare the results that are there; engines that were ``asked`` for and have none are named.
+
+    A document is left alone where its first engine has no result and was not asked for.
+    """
     for name, members in suite.documents.items():
-        runs = [json.loads(path.read_text()) for member in members if (path := places.result(member)).is_file()]
-        missing = [member for member in members if not places.result(member).is_file()]
+        there = [member for member in members if places.result(member).is_file()]
+        missing = [member for member in members if member in asked and member not in there]
+        if members[0] not in {*there, *missing}:
+            continue
         whole = {**where_and_when(), "suite": places.suite, "missing": missing, "failures": failures}
-        if runs and members[0] not in missing:
+        if members[0] in there:
+            runs = [json.loads(places.result(member).read_text()) for member in there]
             made = document(runs)
             for row in made["rows"]:
                 say(json.dumps({key: value for key, value in row.items() if key in SHOWN}))
@@ -207,7 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         failures += run_engines(places, engines, slots * args.beside, args.port, deadline)
     failures += [failure for step in after if (failure := run_step(step, deadline)) is not None]
-    write_documents(places, suite, failures)
+    write_documents(places, suite, names | ({"truth"} if suite.truth else set()), failures)
     return 1 if failures else 0
 
 

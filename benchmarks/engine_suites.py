@@ -21,6 +21,8 @@ PREFILL_GRAPHS = ("disable_prefill_cuda_graph=false",)
 TRITON = ("gdn_decode=triton", "gdn_extend=triton")
 FLASHINFER = ("gdn_decode=flashinfer", "gdn_extend=flashinfer")
 MIXED = ("gdn_decode=triton", "gdn_extend=flashinfer")
+#: SGLang's own choice of GDN kernels.
+_FI_DECODE, _FI_PREFILL = "linear_attn_decode_backend=flashinfer", "linear_attn_prefill_backend=flashinfer"
 STRESS = ("--stress", "200")
 BENCH = ("--batch", "64", "--context", "9216")
 #: Engines that are timed in turn share a GPU's memory.
@@ -60,6 +62,7 @@ def _all(*engines: Engine) -> tuple[str, ...]:
 
 _SMALL = (
     Engine(name="off", plugin="off", flags=("--profile", *STRESS)),
+    Engine(name="off_flashinfer", plugin="off", engine=(_FI_DECODE, _FI_PREFILL), flags=("--profile",)),
     Engine(name="triton", settings=TRITON, flags=("--profile", *STRESS)),
     Engine(name="flashinfer", settings=FLASHINFER, flags=("--profile", *STRESS)),
     Engine(name="mixed", settings=MIXED, flags=("--profile", *STRESS)),
@@ -96,7 +99,6 @@ _DEFAULTS = tuple(
     Engine(name=name, plugin=plugin, engine=BESIDE, flags=BENCH)
     for name, plugin in (("absent", "absent"), ("defaults", "on"), ("absent_again", "absent"))
 )
-_FI_DECODE, _FI_PREFILL = "linear_attn_decode_backend=flashinfer", "linear_attn_prefill_backend=flashinfer"
 _THROUGHPUT = tuple(
     Engine(name=name, model="heavy", plugin=plugin, settings=settings, engine=(*BESIDE, *engine), flags=BENCH)
     for name, plugin, settings, engine in (

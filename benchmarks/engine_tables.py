@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any
+
+from engine_compare import paired
 
 Row = dict[str, Any]
 
 
 def engines_table(report: Row) -> str:
-    """A row an engine against the first; columns that no engine fills are left out."""
-    first, ratios = report["against"], next((r["throughput_ratio"] for r in report["rows"] if r.get("bench")), {})
-    found = report["rows"][0].get("device_steps", {})
-    steps = [(name, step["span_us"]) for name, step in found.items() if "span_us" in step]
+    """A row an engine against the first, then ours against SGLang's best; columns that no engine fills are left out."""
+    first, rows = report["against"], [row | _ratios(report["rows"][0], row) for row in report["rows"]]
+    ratios: Mapping[str, Row] = next((row["throughput_ratio"] for row in rows if "throughput_ratio" in row), {})
+    steps = _steps(report)
     columns: list[tuple[str, Callable[[Row], str]]] = [
         (f"prompt log-probabilities from {first}'s, mean (largest)", lambda row: _apart(row.get("prompt_logprobs"))),
         ("leading ids as there", _ids),
@@ -24,19 +27,44 @@ def engines_table(report: Row) -> str:
         ("drafts verified, tokens", _accepted),
         ("divergences counted", lambda row: str(row.get("divergences", ""))),
         *((name.replace(" tokens/s", ""), _ratio(name)) for name in ratios),
-        *((name.replace("decode tokens/s", "device's part of a decode"), _device(name, us)) for name, us in steps),
+        *((f"device's part of a {name.replace(' tokens/s', '')}", _device(name, *of)) for name, of in steps.items()),
         ("our calls counted", lambda row: _calls(row.get("counters", {}))),
     ]  # fmt: skip
-    used = [column for column in columns if any(column[1](row) for row in report["rows"])]
-    spread = any(f["low"] != f["high"] for row in report["rows"] for f in row.get("throughput_ratio", {}).values())
-    how = "round by round: the median (quartiles)" if spread else "of each engine's own median"
-    device = " The device's part: from the first kernel to the last of a replayed step, and how many times as fast."
-    about = f"Ratios are of tokens a second, {how}.{device if steps else ''}"
+    used = [column for column in columns if any(column[1](row) for row in rows)]
+    rows += against_best(rows) if ratios else []
+    spread = any(f["low"] != f["high"] for row in rows for f in row.get("throughput_ratio", {}).values())
+    how = _ROUNDS if spread else "of each engine's own median."
+    about = f"Ratios are of tokens a second, {how} {_parts(steps)}"
     lines = [_caption(report, about if ratios else "")]
     lines += ["", f"| engine | {' | '.join(name for name, _ in used)} |", "| --- " * (len(used) + 1) + "|"]
-    lines += [f"| {row['tag']} | {' | '.join(cell(row) for _, cell in used)} |" for row in report["rows"]]
-    lines += [f"- not there: {name}" for name in report.get("missing", ())]
+    lines += [f"| {row['tag']} | {' | '.join(cell(row) for _, cell in used)} |" for row in rows]
+    if report.get("missing"):
+        lines.append(f"- not in this run: {', '.join(report['missing'])}")
     return "\n".join(lines)
+
+
+#: Both, since either may be the chance of a few rounds.
+_ROUNDS = (
+    "round by round: the median (quartiles), then that of the engines' own medians. Where 1 lies between the "
+    "quartiles, or between the two, neither engine is shown to be faster."
+)
+
+
+def against_best(rows: list[Row]) -> list[Row]:
+    """Of each measure, SGLang's own setting with the best median, and every engine of ours against that; none where
+    SGLang ran with one setting only."""
+    own = [row for row in rows if row.get("plugin") in ("off", "absent") and row.get("samples")]
+    settings = {json.dumps(row["engine"] | {"port": None}, sort_keys=True) for row in own}
+    if len(settings) < 2:
+        return []
+    names = [name for name in own[0]["samples"] if all(name in row["samples"] for row in own)]
+    best = {name: max(own, key=lambda row: median(row["samples"][name])) for name in names}
+    samples = {name: row["samples"][name] for name, row in best.items()}
+    return [
+        {"tag": "SGLang's best setting, by its median", "best": {name: row["tag"] for name, row in best.items()}},
+        *({"tag": f"{row['tag']}, against that", "throughput_ratio": paired(samples, row["samples"])}
+          for row in rows if row.get("plugin") == "on" and row.get("samples")),
+    ]  # fmt: skip
 
 
 def parity_table(report: Row) -> str:
@@ -101,20 +129,53 @@ def _accepted(row: Row) -> str:
     return f"{said['verify_calls']}, {said['tokens']}" if said.get("verify_calls") else ""
 
 
+def _ratios(first: Row, row: Row) -> Row:
+    """Anew of what both were timed at: older documents lack the ratio of medians."""
+    if not (first.get("samples") and row.get("samples")):
+        return {}
+    return {"throughput_ratio": paired(first["samples"], row["samples"])}
+
+
 def _ratio(name: str) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         found = row.get("throughput_ratio", {}).get(name)
         if not found:
-            return ""
-        spread = "" if found["low"] == found["high"] else f" ({found['low']:.2f} to {found['high']:.2f})"
-        return f"{found['median']:.2f}{spread}"
+            return str(row.get("best", {}).get(name, ""))
+        if found["low"] == found["high"]:
+            return f"{found['median']:.2f}"
+        own = f", {found['of_medians']:.2f}" if "of_medians" in found else ""
+        return f"{found['median']:.2f} ({found['low']:.2f} to {found['high']:.2f}){own}"
 
     return cell
 
 
-def _device(name: str, first_us: float) -> Callable[[Row], str]:
+def _steps(report: Row) -> dict[str, tuple[str, float]]:
+    """By measure, which figure is shown of the device, and the first engine's. None where engines have several ranks:
+    kernels that wait for the other rank would count as work."""
+    first = report["rows"][0]
+    if {**report.get("engine", {}), **first.get("engine", {})}.get("tp_size", 1) > 1:
+        return {}
+    steps = {}
+    for name, step in first.get("device_steps", {}).items():
+        what = "kernels_us" if "forwards" in step else "span_us"
+        if what in step:
+            steps[name] = (what, step[what])
+    return steps
+
+
+def _parts(steps: Mapping[str, tuple[str, float]]) -> str:
+    """What figures of the device are."""
+    said = {
+        "span_us": "of a decode from the first kernel to the last of a replayed step",
+        "kernels_us": "of a prefill the sum of its kernels' times, without the host's time between them",
+    }
+    parts = [text for what, text in said.items() if any(shown == what for shown, _ in steps.values())]
+    return f"The device's part: {', '.join(parts)}; and how many times as fast." if parts else ""
+
+
+def _device(name: str, what: str, first_us: float) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
-        found = row.get("device_steps", {}).get(name, {}).get("span_us")
+        found = row.get("device_steps", {}).get(name, {}).get(what)
         return "" if found is None else f"{found:.0f} us, {first_us / found:.3f}"
 
     return cell

@@ -2,7 +2,7 @@
 
 The driver listens on a Unix socket. ``sglang_engine.py run --turns SOCKET`` connects when its engine is up, says its
 tag, and does what it is asked for, a JSON object a line, until the driver hangs up: time a generation, or say how long
-the device takes for a step of one.
+the device takes for a step or a prefill of one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from engine_steps import Running, Step
 ROUNDS = 15
 #: The longest that one generation may take, and that an engine may take to end.
 ANSWER_S, END_S = 60.0, 60.0
-#: New tokens of the generation in which the device's part is looked at.
+#: New tokens of the generation in which the device's part of a decode is looked at; of a prefill none is asked for.
 DEVICE_STEPS = 24
 
 
@@ -79,7 +79,7 @@ def tell(talk: TextIO, what: Any) -> None:
 
 
 class Turns:
-    """The driver's side. ``samples``: by engine and measure, one of each round; ``device_steps``: by engine and decode
+    """The driver's side. ``samples``: by engine and measure, one of each round; ``device_steps``: by engine and
     measure, what the engine answered."""
 
     def __init__(self, steps: Sequence[Step], path: Path, deadline: float) -> None:
@@ -115,13 +115,13 @@ class Turns:
             say(f"{tag}: up after {time.monotonic() - self._running[tag].began:.0f} s")
 
     def run(self, measures: Sequence[Measure], rounds: int, deadline: float) -> None:
-        """The device's part of every engine's decodes, then every measure of every engine, round after round.
+        """The device's part of every measure of every engine, then every measure of every engine, round after round.
 
         One engine runs at a time; whoever was first is last in the next round.
         """
         with Cores(self._running[name].process.pid for name in self._talks) as cores:
             for name in [name for name in self._running if name in self._talks]:
-                for measure in (one for one in measures if one.short):
+                for measure in measures:
                     self._one(cores, name, measure, None, deadline)
             for number in range(rounds + 1):
                 names = [name for name in self._running if name in self._talks]
@@ -137,7 +137,7 @@ class Turns:
             if cores.give(self._running[name].process.pid):
                 self._ask(name, "seconds", measure, measure.short or 1, 0)  # it slept: its caches are cold
             if number is None:
-                found = self._ask(name, "device", measure, DEVICE_STEPS, 0)
+                found = self._ask(name, "device", measure, DEVICE_STEPS if measure.short else 0, 0)
                 self.device_steps.setdefault(name, {})[measure.name] = found
                 return
             taken = measure.of(lambda new: self._fastest(name, measure, new, number))

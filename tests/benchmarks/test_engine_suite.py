@@ -68,12 +68,52 @@ def test_documents_name_what_is_missing_and_what_failed(tmp_path: Path) -> None:
     places = engine_suite.Places("made_up", tmp_path, tmp_path)
     for tag, value in (("a", -1.0), ("b", -1.5)):
         places.result(tag).write_text(json.dumps(result(tag, [value], [1, 2])))
-    engine_suite.write_documents(places, suite, [{"name": "c", "why": "exit status 1"}])
+    engine_suite.write_documents(places, suite, {"b", "c"}, [{"name": "c", "why": "exit status 1"}])
     said = json.loads((tmp_path / "engine_all.json").read_text())
     assert said["missing"] == ["c"]
     assert said["failures"][0]["name"] == "c"
     assert [row["prompt_logprobs"]["max"] for row in said["rows"]] == [0.0, 0.5]
     assert said["engine"] == {"dtype": "x"}, "arguments that all share stand apart"
+
+
+def test_engines_that_were_not_asked_for_are_not_missing(tmp_path: Path) -> None:
+    suite = Suite(
+        engines=(Engine(name="a"), Engine(name="b"), Engine(name="c")),
+        documents={"all": ("a", "b", "c"), "some": ("c", "a"), "failed": ("b", "a")},
+    )
+    places = engine_suite.Places("made_up", tmp_path, tmp_path)
+    places.result("a").write_text(json.dumps(result("a", [-1.0], [1, 2])))
+    engine_suite.write_documents(places, suite, {"a", "b"}, [])
+    said = json.loads((tmp_path / "engine_all.json").read_text())
+    assert (said["missing"], [row["tag"] for row in said["rows"]]) == (["b"], ["a"])
+    assert json.loads((tmp_path / "engine_failed.json").read_text())["missing"] == ["b"]
+    assert not (tmp_path / "engine_some.json").exists(), "its first engine has no result and was not asked for"
+
+
+def test_only_asks_for_the_engines_that_it_names(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    engine_suite.main(
+        ["refresh", "--out", str(tmp_path), "--work", str(tmp_path), "--budget", "0", "--only", "triton_cold"]
+    )
+    said = json.loads((tmp_path / "engine_refresh_triton.json").read_text())
+    assert said["missing"] == ["triton_cold"]
+    assert {failure["why"] for failure in said["failures"]} == {"the budget was spent"}
+    assert not (tmp_path / "engine_refresh_flashinfer.json").exists()
+    assert "the budget was spent" in capsys.readouterr().out
+
+
+def test_the_suite_of_logprobs_holds_both_of_sglangs_own_kernels() -> None:
+    import sglang_engine
+
+    places = engine_suite.Places("small", Path("out"), Path("work"))
+    own = [engine for engine in SUITES["small"].engines if engine.name in ("off", "off_flashinfer")]
+    asked = [
+        sglang_engine.engine_arguments(sglang_engine.parser().parse_args(step.command[2:]))
+        for step in engine_suite.engine_steps(places, own, ["0"], 31_000)
+    ]
+    differ = {name: [args[name] for args in asked] for name in asked[0] if asked[0][name] != asked[1].get(name)}
+    assert differ == {
+        f"linear_attn_{phase}_backend": ["triton", "flashinfer"] for phase in ("prefill", "decode")
+    }  # fmt: skip
 
 
 def test_a_weight_update_is_compared_with_the_cold_engine() -> None:

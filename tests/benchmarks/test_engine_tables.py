@@ -35,7 +35,7 @@ def test_engines_are_rows_and_only_columns_that_hold_something_are_there() -> No
     ]  # fmt: skip
     assert first == ["off", "0.0000 (0.000)", "all", "", ""]
     assert second == ["triton", "0.0200 (0.500)", "4, 0", "1.25 (1.20 to 1.30)", "triton decode 5"]
-    assert "not there: mixed" in table
+    assert "not in this run: mixed" in table
 
 
 def test_the_devices_part_of_a_step_stands_beside_tokens_a_second() -> None:
@@ -49,6 +49,68 @@ def test_the_devices_part_of_a_step_stands_beside_tokens_a_second() -> None:
     heads, _, *engines = cells(engines_table({**USED, "against": "sglang", "rows": rows}))
     assert heads[1:] == ["decode, batch 8", "device's part of a decode, batch 8"]
     assert [row[2] for row in engines] == ["1500 us, 1.000", "1200 us, 1.250", ""]
+
+
+def test_a_prefill_on_the_device_is_the_sum_of_its_kernels() -> None:
+    decode, prefill = "decode tokens/s, batch 8", "prefill tokens/s, 128 tokens"
+    same = {"median": 1.0, "low": 1.0, "high": 1.0}
+    rows = [
+        {
+            "tag": tag, "throughput_ratio": {decode: same, prefill: same},
+            "device_steps": {
+                decode: {"replays": 24, "span_us": us, "kernels_us": 7.0},
+                prefill: {"forwards": 8, "span_us": 9000.0, "kernels_us": us} if us else {"forwards": 0},
+            },
+        } for tag, us in (("sglang", 1500.0), ("triton", 1200.0))
+    ]  # fmt: skip
+    table = engines_table({**USED, "against": "sglang", "rows": rows})
+    heads, _, _, triton = cells(table)
+    assert heads[3:] == ["device's part of a decode, batch 8", "device's part of a prefill, 128 tokens"]
+    assert triton[3:] == ["1200 us, 1.250", "1200 us, 1.250"]
+    assert "of a prefill the sum of its kernels' times" in table
+    for common, own in (({"tp_size": 2}, {}), ({}, {"tp_size": 2})):
+        several = [row | {"engine": own} for row in rows]
+        heads, *_ = cells(engines_table({**USED, "against": "sglang", "engine": common, "rows": several}))
+        assert heads[1:] == ["decode, batch 8", "prefill, 128 tokens"], "kernels that wait for the other rank"
+
+
+def timed(tag: str, plugin: str, samples: list[float], **engine: Any) -> dict[str, Any]:
+    samples_of = {"decode tokens/s, batch 8": samples, "prefill tokens/s, 128 tokens": samples[::-1]}
+    return {"tag": tag, "plugin": plugin, "engine": engine, "samples": samples_of}
+
+
+def test_both_ratios_are_shown_where_they_disagree() -> None:
+    rows = [timed("sglang", "off", [1.0, 4.0, 2.0]), timed("triton", "on", [1.5, 1.6, 2.2])]
+    table = engines_table({**USED, "against": "sglang", "rows": rows})
+    _, _, first, triton = cells(table)
+    assert first[1:] == ["1.00", "1.00"]
+    assert triton[1:] == ["1.10 (0.40 to 1.50), 0.80"] * 2
+    assert "then that of the engines' own medians" in table
+
+
+def test_ours_stands_against_sglangs_best_setting_of_each_measure() -> None:
+    slow, fast = timed("a", "off", [1.0, 2.0, 3.0], port=1), timed("b", "absent", [2.0, 4.0, 2.0], port=2, kernels="fi")
+    fast["samples"]["prefill tokens/s, 128 tokens"] = [1.0, 1.0, 9.0]
+    rows = [slow, timed("ours", "on", [4.0, 2.0, 6.0], port=3), fast]
+    _, _, *shown = cells(engines_table({**USED, "against": "a", "rows": rows}))
+    assert [row[0] for row in shown[3:]] == ["SGLang's best setting, by its median", "ours, against that"]
+    assert shown[3][1:] == ["a", "a"], "of two that are equal, the first"
+    fast["samples"]["decode tokens/s, batch 8"] = [2.5, 4.0, 2.5]
+    _, _, *shown = cells(engines_table({**USED, "against": "a", "rows": rows}))
+    assert shown[3][1:] == ["b", "a"]
+    assert shown[4][1:] == ["1.60 (0.50 to 2.40), 1.60", "2.00 (1.00 to 4.00), 2.00"]
+
+
+def test_one_setting_of_sglang_has_no_best() -> None:
+    rows = [
+        timed("absent", "absent", [1.0], port=1),
+        timed("ours", "on", [2.0]),
+        timed("again", "absent", [3.0], port=2),
+    ]
+    assert "best" not in engines_table({**USED, "against": "absent", "rows": rows})
+    untimed: dict[str, Any] = {"tag": "truth", "prompt_logprobs": {"mean": 0.0, "max": 0.0}}
+    several = [untimed, *(row | {"engine": {"kernels": row["tag"]}, "bench": {"decode": 1.0}} for row in rows)]
+    assert "best" not in engines_table({**USED, "against": "truth", "rows": several}), "no ratio is shown there"
 
 
 def test_parity_shows_errors_by_adapter_and_drift_by_layer() -> None:

@@ -23,7 +23,7 @@ sys.path.insert(0, {folder!r})
 from engine_turns import serve
 answers = []
 def device(batch, length, new, seed):
-    return {{"span_us": {slow} * 1000.0 * batch}}
+    return {{"span_us": {slow} * 1000.0 * batch, "new": new}}
 def seconds(batch, length, new, seed):
     answers.append((batch, length, new, seed))
     if {dies} and len(answers) > 2:
@@ -59,9 +59,12 @@ def test_engines_are_asked_in_turn_and_compared_round_by_round(tmp_path: Path) -
     assert abs(turns.samples["plain"][decode][0] - 2 * 10 / 0.1) < 1e-6
     assert abs(turns.samples["plain"][prefill][0] - 200 / 0.03) < 1e-6
     steps = {"plain": 2000.0, "slow": 4000.0, "dies": 2000.0}
-    assert turns.device_steps == {name: {decode: {"span_us": us}} for name, us in steps.items()}
+    assert turns.device_steps == {
+        name: {decode: {"span_us": us, "new": engine_turns.DEVICE_STEPS}, prefill: {"span_us": us / 2, "new": 0}}
+        for name, us in steps.items()
+    }
     ratio = paired(turns.samples["plain"], turns.samples["slow"])
-    assert ratio[decode] == ratio[prefill] == {"median": 0.5, "low": 0.5, "high": 0.5}
+    assert ratio[decode] == ratio[prefill] == {"median": 0.5, "low": 0.5, "high": 0.5, "of_medians": 0.5}
     assert sorted({failure["name"] for failure in turns.failures}) == ["absent", "dies"]
     said, also = (timed(tmp_path / f"{name}.log") for name in ("plain", "slow"))
     assert said == also, "every engine is given the same prompts"
