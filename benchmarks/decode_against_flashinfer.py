@@ -1,11 +1,12 @@
-"""Triton's decode against FlashInfer's pool kernel, in rounds that alternate. A minute on an H200.
+"""Triton's decode against FlashInfer's pool kernel, in rounds that alternate. Two minutes on an H200.
 
     python benchmarks/decode_against_flashinfer.py --out results/decode_against_flashinfer.json
 
 Two ways, both by graph replay with a cold L2. ``in a row``: calls over slots of their own, one after another in one
 graph, as ``qwen35 swap`` times them; the launch of one hides behind the one before. ``alone``: one call a graph, the
 L2 flushed before each replay, events around it; what a launch costs by itself is in it, alike for both.
-Each with a dt_bias in float32, as our model keeps it, and in bfloat16, as SGLang does: another kernel to a compiler.
+Float32 states each with a dt_bias in float32, as our model keeps it, and in bfloat16, as SGLang does: another kernel to
+a compiler.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import cache, partial
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -26,42 +27,51 @@ import torch
 import typer
 
 import qwen35
-from qwen35.ports.gated_delta_rule import DecodeCall, GatedDeltaRule
+from qwen35.domain.geometry import GdnGeometry
+from qwen35.ports.gated_delta_rule import DecodeCall, GatedDeltaRule, GdnPlan
 from qwen35.testing.machine import versions
 from qwen35.testing.measure import copy_bandwidth
 from tune_gdn_decode import WIDTH, alone, calls, in_a_row
 
 ADAPTERS = ("flashinfer", "triton")
 ROUNDS = 5
-#: Value heads, key heads, rows; the state is float32.
+#: Value heads, key heads, rows.
 ROWS = ((32, 16, 1), (32, 16, 8), (32, 16, 64), (32, 16, 256), (64, 16, 256), (8, 2, 256))
-BIASES = (torch.float32, torch.bfloat16)
+#: Dtypes of state and dt_bias.
+KINDS = ((torch.float32, torch.float32), (torch.float32, torch.bfloat16), (torch.bfloat16, torch.bfloat16))
 DEVICE = torch.device("cuda")
 
 
-def row(heads: int, key_heads: int, batch: int, bias: torch.dtype, ceiling: float) -> dict[str, Any]:
+def row(
+    heads: int, key_heads: int, batch: int, state: torch.dtype, bias: torch.dtype, ceiling: float
+) -> dict[str, Any]:
     """Microseconds of each adapter in each round, and the median of the rounds' ratios: Triton's over FlashInfer's."""
-    made = calls(batch, heads, key_heads, torch.float32, bias)
+    made = calls(batch, heads, key_heads, state, bias)
     out = torch.empty_like(made[0].v)
     found: dict[str, dict[str, list[float]]] = {way: {name: [] for name in ADAPTERS} for way in ("in a row", "alone")}
-    thunks = {name: [partial(decode_of(name), replace(call, out=out)) for call in made] for name in ADAPTERS}
+    plan = GdnPlan(
+        geometry=GdnGeometry(key_heads=key_heads, value_heads=heads, key_width=WIDTH, value_width=WIDTH),
+        state_dtype=state, device=DEVICE, max_batch=batch, max_tokens=batch, may_pad=False,
+    )  # fmt: skip
+    decodes = {name: decode_of(name, plan) for name in ADAPTERS}
+    thunks = {name: [partial(decode, replace(call, out=out)) for call in made] for name, decode in decodes.items()}
     for _ in range(ROUNDS):
         for name, own in thunks.items():
             found["in a row"][name].append(in_a_row(own))
             found["alone"][name].append(alone(own[0]))
-    floor = 2 * batch * heads * WIDTH * WIDTH * torch.float32.itemsize / ceiling * 1e6
+    floor = 2 * batch * heads * WIDTH * WIDTH * state.itemsize / ceiling * 1e6
     return {
-        "state": "float32", "dt_bias": str(bias).removeprefix("torch."), "heads": heads, "key_heads": key_heads, "batch": batch,
-        "floor_us": floor, "us": found,
+        "state": str(state).removeprefix("torch."), "dt_bias": str(bias).removeprefix("torch."),
+        "heads": heads, "key_heads": key_heads, "batch": batch, "floor_us": floor, "us": found,
         "ratio": {way: median(t / f for f, t in zip(us["flashinfer"], us["triton"], strict=True))
                   for way, us in found.items()},
     }  # fmt: skip
 
 
-@cache
-def decode_of(name: str) -> Callable[[DecodeCall], torch.Tensor]:
-    """One adapter a name, so that it compiles once."""
+def decode_of(name: str, plan: GdnPlan) -> Callable[[DecodeCall], torch.Tensor]:
+    """An adapter prepared for rows that never pad, around which FlashInfer's kernel needs no mending."""
     adapter: GatedDeltaRule = qwen35.adapter("gated_delta_rule", name)
+    adapter.prepare(plan)
     return adapter.decode
 
 
@@ -74,8 +84,8 @@ def main(out: Annotated[Path, typer.Option(help="The JSON document to write.")])
         "command": shlex.join(["python", *sys.argv]), "device": torch.cuda.get_device_name(), "versions": versions(),
         "ceiling_bytes_per_second": ceiling, "rows": [],
     }  # fmt: skip
-    for shape, bias in product(ROWS, BIASES):
-        report["rows"].append(row(*shape, bias, ceiling))
+    for shape, kind in product(ROWS, KINDS):
+        report["rows"].append(row(*shape, *kind, ceiling))
         typer.echo(json.dumps(report["rows"][-1]))
         out.write_text(json.dumps(report, indent=1), encoding="utf-8")
 

@@ -1,4 +1,8 @@
-"""One module per supported release of SGLang: the only places that know its names and signatures."""
+"""One module per supported release of SGLang: what is hooked or relied on, by name and signature, and what differs.
+
+Only these and the modules ``seam*.py`` beside this folder import SGLang in a running engine; those use names that every
+release here has, each of them among its targets, and its registry of hooks.
+"""
 
 from __future__ import annotations
 
