@@ -5,6 +5,8 @@ from __future__ import annotations
 import shlex
 import sys
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,7 +28,11 @@ if TYPE_CHECKING:
 PROMPT = (11, 42, 7, 99, 3, 58, 120, 64, 23, 5, 77, 201)
 NEW_TOKENS = 6
 ADAPTERS = ("reference", "triton")
-#: Largest relative logit error against transformers, float32 throughout.
+#: Largest relative logit error against transformers, which run on the CPU; float32 throughout, on a GPU as on a CPU.
+#: Where the embeddings move by a part of themselves, these logits move by up to 42 times that part (seeds 0 to 7). On a
+#: GPU our prefill makes a product of float32 from three of TF32, which is within 2**-21: all four layers' in one
+#: direction would be 4 * 42 * 2**-21 = 8e-5. Computed so on a CPU, they came to 1e-6 to 5e-6; one product of TF32 in
+#: their place, or in place of torch's own, came to 7e-4 and more (seeds 0 to 3).
 TOLERANCE = 1e-4
 EXIT_DIFFERS = 1
 _SIZES: dict[str, Any] = {
@@ -86,14 +92,29 @@ def _run(folder: Path, seed: int) -> None:
     typer.echo(f"2. generate {NEW_TOKENS} tokens with each adapter in float32, and let transformers judge the logits")
     errors_by_adapter = {}
     for adapter in ADAPTERS:
-        tokens, logits = _generate(settings, adapter, checkpoint, folder, on_gpu)
-        error = errors_by_adapter[adapter] = logit_error(theirs, tokens, logits)
+        with float32_products():
+            tokens, logits = _generate(settings, adapter, checkpoint, folder, on_gpu)
+            error = errors_by_adapter[adapter] = logit_error(theirs, tokens, logits)
         typer.echo(f"   {adapter}: tokens {', '.join(map(str, tokens))}; max relative logit error {error:.1e}")
     typer.echo("3. swap the adapter under the same calls")
     if not on_gpu:
         typer.echo("   (no GPU here: Triton's kernels are interpreted, so their times say nothing)")
     _swap(checkpoint, folder / "swap", on_gpu)
     _judge(errors_by_adapter)
+
+
+@contextmanager
+def float32_products() -> Iterator[None]:
+    """Inside, torch multiplies float32 in float32, also where the environment has TF32 in its place
+    (``TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1``, as in some vendors' images)."""
+    import torch
+
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _judge(errors_by_adapter: dict[str, float]) -> None:

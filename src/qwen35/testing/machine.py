@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import platform
 import sys
+from functools import cache
+from hashlib import sha256
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 
-from qwen35 import __version__
+import qwen35
 from qwen35.domain.platform import Platform
 
 #: Distributions whose release changes what is measured, by the name that reports show.
@@ -33,8 +35,14 @@ class DeviceFacts(TypedDict):
 
 
 def versions() -> dict[str, str | None]:
-    """Releases by name; None: not installed. ``cuda`` is torch's, ``driver`` the kernel module's."""
-    found: dict[str, str | None] = {"qwen35": __version__, "python": platform.python_version()}
+    """Releases by name; None: not installed. ``cuda`` is torch's, ``driver`` the kernel module's.
+
+    ``qwen35_source`` is the digest of our own code as it lay there when this was first asked (see ``source_digest``): a
+    result belongs to the commit whose ``src/qwen35`` has the same one.
+    """
+    found: dict[str, str | None] = {
+        "qwen35": qwen35.__version__, "qwen35_source": _own_digest(), "python": platform.python_version(),
+    }  # fmt: skip
     for name, distribution in _DISTRIBUTIONS.items():
         try:
             found[name] = version(distribution)
@@ -44,6 +52,23 @@ def versions() -> dict[str, str | None]:
     found["driver"] = _driver()
     found["system"] = f"{sys.platform} {platform.machine()}"
     return found
+
+
+def source_digest(package: Path) -> str:
+    """Twelve hex digits of SHA-256 over the ``.py`` files below ``package``, in the order of their paths: of each its
+    path below ``package``, its length and its bytes."""
+    digest = sha256()
+    for name, path in sorted((path.relative_to(package).as_posix(), path) for path in package.rglob("*.py")):
+        content = path.read_bytes()
+        digest.update(f"{name}\0{len(content)}\0".encode())
+        digest.update(content)
+    return digest.hexdigest()[:12]
+
+
+@cache
+def _own_digest() -> str:
+    """Once a process: an experiment writes its document after every cell."""
+    return source_digest(Path(qwen35.__file__).parent)
 
 
 def device_facts(where: Platform) -> DeviceFacts:
