@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import MISSING, dataclass, fields
+from enum import StrEnum
 from typing import Generic, TypeVar
 
 import torch
@@ -11,6 +12,15 @@ import torch
 from qwen35.domain.capabilities import GateKind, Phase
 from qwen35.domain.geometry import GdnGeometry
 from qwen35.ports.conv_calls import Activation
+
+
+class Strides(StrEnum):
+    """Which strides differ from those of a dense tensor and from one another's. ``ROWS``: of rows or tokens, in each
+    token tensor, the output and a convolution's weight; ``ALL``: of rows, tokens, heads, nodes and parents."""
+
+    DENSE = "dense"
+    ROWS = "rows"
+    ALL = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +76,8 @@ class Case(Generic[S]):
 
     ``pool`` slots; one entry of ``slots`` a row or sequence. Extend: ``lengths``, ``fresh``, ``every``
     (checkpoints). Verify and commit: ``draft`` tokens a row, ``nodes`` T' of the intermediates, ``capacity``
-    their R, ``rows``, ``parents``; commit: ``last``. ``packed``: tokens are views of one projection;
+    their R, ``rows``, ``parents``; commit: ``last``. ``packed``: tokens are views of one projection; ``strides``:
+    what has strides of its own that nothing else in the call has, see ``Strides``;
     ``shift``: read-only tensors start that many elements into their buffer; ``paged``: the slot stride exceeds
     the slot; ``long``: int64 slots; ``own_out``: the caller gives ``out``; ``prepared``: ``prepare`` runs first.
     """
@@ -88,6 +99,7 @@ class Case(Generic[S]):
     parents: tuple[tuple[int, ...], ...] | None = None
     last: tuple[int, ...] = ()
     packed: bool = False
+    strides: Strides = Strides.DENSE
     shift: int = 0
     paged: bool = False
     long: bool = False

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from qwen35.domain.capabilities import Phase
-from qwen35.testing.case import Case
+from qwen35.testing.case import Case, Strides
 from qwen35.testing.kit import Kit, Parts
-from qwen35.testing.tensors import PAGE_GAP, Slab, generator, normal, slab
+from qwen35.testing.tensors import PAGE_GAP, Slab, generator, normal, slab, slabs_apart
 
 #: Extra columns of a packed projection that belong to nobody (the z of q, k, v, z).
 PACK_GAP = 8
@@ -40,19 +40,20 @@ def make_parts(kit: Kit, case: Case[Any], device: torch.device) -> Made:
     out = intermediates = None
     if case.phase is not Phase.COMMIT:
         dense = kit.tokens(case.sizes, case.leading, source)
-        tokens = _packed(kit, dense, case, inputs)
+        if case.strides is Strides.DENSE:
+            tokens = _packed(kit, dense, case, inputs)
+        else:
+            tokens, out = _apart(kit, dense, case, inputs)
         for name, value in kit.params(case.sizes, source).items():
-            params[name] = _input(name, value, case.shift, inputs) if isinstance(value, Tensor) else value
-        if case.own_out:
+            params[name] = _param(name, value, case, inputs) if isinstance(value, Tensor) else value
+        if case.own_out and out is None:
             gap = PACK_GAP if case.packed else 0
             shape = (*case.leading, *kit.out_shape(case.sizes))
             out = slab(shape, case.sizes.token_dtype, device, lead=len(case.leading), gap=gap)
     if case.phase in (Phase.VERIFY, Phase.COMMIT):
         shape = (case.capacity, case.nodes, *case.sizes.slot_shape)
-        if case.phase is Phase.COMMIT:
-            intermediates = _states(shape, 2, case, source)
-        else:
-            intermediates = slab(shape, case.sizes.state_dtype, device, lead=1)
+        commit = case.phase is Phase.COMMIT
+        intermediates = _states(shape, 2, case, source) if commit else _nodes(shape, case, device)
     parts = Parts(
         pool=pool.view,
         tokens=tokens,
@@ -85,9 +86,23 @@ def _indices(case: Case[Any], device: torch.device, inputs: dict[str, Tensor]) -
         made["fresh"] = index("fresh", case.fresh, torch.bool)
     if case.parents is not None:
         parents = torch.tensor(case.parents, dtype=torch.int32, device=device).reshape(len(case.slots), case.draft)
-        made["parents"] = inputs["parents"] = parents
+        if case.strides is Strides.ALL:
+            # What is nobody's names the last node, which is not there yet when a node asks for its parent.
+            base = parents.new_full((len(case.slots), case.draft + PACK_GAP), case.draft - 1)
+            base[:, : case.draft] = parents
+            made["parents"], inputs["parents"] = base[:, : case.draft], base
+        else:
+            made["parents"] = inputs["parents"] = parents
     if case.phase is Phase.COMMIT:
         made["last"] = index("last", case.last)
+    return made
+
+
+def _nodes(shape: tuple[int, ...], case: Case[Any], device: torch.device) -> Slab:
+    """Intermediates of verify: NaN; rows and nodes with strides of their own where the case says so."""
+    if case.strides is not Strides.ALL:
+        return slab(shape, case.sizes.state_dtype, device, lead=1)
+    (made,) = slabs_apart({"": shape}, {"": case.sizes.state_dtype}, device, lead=2, heads=False, rows=True).values()
     return made
 
 
@@ -103,6 +118,37 @@ def _input(name: str, values: Tensor, shift: int, inputs: dict[str, Tensor]) -> 
     base[shift:] = values.flatten()
     inputs[name] = base
     return base[shift:].view(values.shape)
+
+
+def _param(name: str, values: Tensor, case: Case[Any], inputs: dict[str, Tensor]) -> Tensor:
+    """What holds for all tokens: dense, but for the rows of a matrix where the case gives each tensor its strides."""
+    if case.strides is Strides.DENSE or values.dim() < 2:
+        return _input(name, values, case.shift, inputs)
+    (made,) = slabs_apart({"": values.shape}, {"": values.dtype}, values.device, lead=1).values()
+    made.view.copy_(values)
+    inputs[name] = made.base
+    return made.view
+
+
+def _apart(
+    kit: Kit, dense: dict[str, Tensor], case: Case[Any], inputs: dict[str, Tensor]
+) -> tuple[dict[str, Tensor], Slab | None]:
+    """Token tensors and the output, each with strides of its own; which are the longer ones follows from the seed."""
+    shapes = {name: tuple(t.shape) for name, t in dense.items()}
+    dtypes = {name: t.dtype for name, t in dense.items()}
+    if case.own_out:
+        shapes["out"] = (*case.leading, *kit.out_shape(case.sizes))
+        dtypes["out"] = case.sizes.token_dtype
+    names = sorted(shapes)
+    case.choices().shuffle(names)
+    every, device = case.strides is Strides.ALL, next(iter(dense.values())).device
+    made = slabs_apart(
+        {name: shapes[name] for name in names}, dtypes, device, lead=len(case.leading), heads=every, rows=every
+    )
+    for name, values in dense.items():
+        made[name].view.copy_(values)
+        inputs[name] = made[name].base
+    return {name: made[name].view for name in dense}, made.get("out")
 
 
 def _packed(kit: Kit, dense: dict[str, Tensor], case: Case[Any], inputs: dict[str, Tensor]) -> dict[str, Tensor]:

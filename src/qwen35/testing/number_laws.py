@@ -6,14 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 
 from qwen35.domain.capabilities import Clause, GateKind, Phase
 from qwen35.testing.bench import Bench, Trial
 from qwen35.testing.case import Case, GdnSizes
 from qwen35.testing.kit import Kit
 from qwen35.testing.law import Law
+from qwen35.testing.limits import Limits
 from qwen35.testing.slot_laws import TOKEN_PHASES, law
-from qwen35.testing.strategies import Wish
+from qwen35.testing.strategies import Wish, cases
+from qwen35.testing.tensors import Guards
 
 
 def precision(bench: Bench, case: Case[Any]) -> None:
@@ -53,6 +56,32 @@ def checkpoints(bench: Bench, case: Case[Any]) -> None:
     assert tuple(served.checkpoints.shape) == shape, f"checkpoints are {list(served.checkpoints.shape)}; {case}"
     assert served.checkpoints.dtype == case.sizes.state_dtype, f"checkpoints are {served.checkpoints.dtype}; {case}"
     trial.matches(served, want)
+
+
+def nothing_past_checkpoints(bench: Bench, case: Case[Any]) -> None:
+    """A last chunk that is not full gives no checkpoint: none is written over another sequence's, nor past the last.
+
+    The adapter makes the checkpoints, so what lies behind them is looked at in what torch hands out.
+    """
+    trial = bench.trial(case)
+    want = trial.truth()
+    with Guards(2 * trial.parts.pool[0].numel()) as guards:
+        served = trial.run()
+    trial.matches(served, want)
+    broken = guards.broken()
+    assert not broken, f"something was written past the end of what was made as {broken}; {case}"
+
+
+def large_gates(bench: Bench, case: Case[Any]) -> None:
+    """Softplus is linear past 20 and has no end: gates of 25 and 60 decay as the oracle says, by a rate that is small
+    enough to see it."""
+    trial = bench.trial(case)
+    a, dt_bias, A_log = trial.parts.tokens["a"], trial.parts.params["dt_bias"], trial.parts.params["A_log"]
+    A_log.add_(1.0).div_(6.0).sub_(5.0)  # -4..2 becomes -5.5..-4.5: decays of 0.51 to 0.90
+    turn = torch.arange(a.numel(), device=a.device).view(a.shape) + case.seed
+    a.copy_(torch.where(turn % 2 == 0, 25.0, 60.0) - dt_bias.float())
+    want = trial.truth()
+    trial.matches(trial.run(), want)
 
 
 def no_graph(bench: Bench, case: Case[Any]) -> None:
@@ -134,7 +163,40 @@ def number_laws(kit: Kit) -> list[Law]:
             law(kit, Clause.PRECISION, Phase.EXTEND, "checkpoints are the states on the way", checkpoints,
                 Wish(checkpoints=True), needs=_checkpoints)
         )  # fmt: skip
+        past = law(kit, Clause.ISOLATION, Phase.EXTEND, "nothing is written past the checkpoints",
+                   nothing_past_checkpoints, needs=_checkpoints, most_examples=3)  # fmt: skip
+        laws.append(replace(past, cases=lambda limits: _with_partial_chunks(kit, limits)))
+        for phase in TOKEN_PHASES:
+            linear = law(kit, Clause.PRECISION, phase, "softplus is linear past 20", large_gates, needs=_raw_gates)
+            laws.append(replace(linear, cases=_raw_cases(kit, phase)))
     return laws
+
+
+def _with_partial_chunks(kit: Kit, limits: Limits) -> st.SearchStrategy[Case[Any]]:
+    """Extends with a checkpoint a chunk, in which the last sequence lacks one token for its second checkpoint; so does
+    the first where there are three."""
+    every = limits.checkpoint_multiple if limits.checkpoint_multiple > 1 else 5
+
+    def cut(case: Case[Any]) -> Case[Any]:
+        rows = len(case.slots)
+        lengths = [2 * every - 1] * (rows > 2) + [every] * (rows - 1 - (rows > 2)) + [2 * every - 1]
+        return replace(case, lengths=tuple(lengths), every=every)
+
+    return cases(kit, limits, Phase.EXTEND, Wish(pad=False, min_rows=2, checkpoints=True)).map(cut)
+
+
+def _raw_cases(kit: Kit, phase: Phase) -> Any:
+    """Cases of raw gates in which every state counts: no fresh sequence, none without tokens, two rows or more."""
+
+    def raw(case: Case[Any]) -> Case[Any]:
+        return replace(case, sizes=replace(case.sizes, gates=GateKind.RAW), fresh=None)
+
+    wish = Wish(pad=False, writes=False, min_rows=2, min_length=1)
+    return lambda limits: cases(kit, limits, phase, wish).map(raw)
+
+
+def _raw_gates(bench: Bench) -> tuple[str, ...]:
+    return () if GateKind.RAW in bench.adapter.capabilities.gates else ("raw gates are not offered",)
 
 
 def _checkpoints(bench: Bench) -> tuple[str, ...]:

@@ -181,7 +181,7 @@ def nothing(bench: Bench, case: Case[Any]) -> None:
 
 
 def empty_sequences(bench: Bench, case: Case[Any]) -> None:
-    """A sequence of zero length, fresh or not, leaves its state and its write slot alone; the others are served."""
+    """A sequence of zero length leaves its state and its write slot alone, fresh too; the others are served."""
     trial = bench.trial(case)
     want = trial.truth()
     served = trial.run()
@@ -214,16 +214,41 @@ def _no_rows(kit: Kit, limits: Limits, phase: Phase) -> st.SearchStrategy[Case[A
     return cases(kit, limits, phase).map(emptied)
 
 
-def _with_empty(kit: Kit, limits: Limits) -> st.SearchStrategy[Case[Any]]:
-    """Extends in which the sequences picked by the seed have no tokens, sometimes all of them."""
+def _with_empty(kit: Kit, limits: Limits, *, fresh: bool) -> st.SearchStrategy[Case[Any]]:
+    """Extends in which the sequences picked by the seed have no tokens, and another has some: without any there may be
+    nothing to launch. One that is empty is live and would leave a state of its own, had it tokens: a ``fresh`` one in
+    place, or else one in another slot."""
 
     def emptied(case: Case[Any]) -> Case[Any]:
         choice = case.choices()
         keep = [choice.random() < 0.5 for _ in case.lengths]
-        keep[choice.randrange(len(keep))] = False
-        return replace(case, lengths=tuple(n if k else 0 for n, k in zip(case.lengths, keep, strict=True)))
+        live = [i for i, slot in enumerate(case.slots) if slot >= 0]
+        one = choice.choice(live or range(len(keep)))
+        other = choice.choice([i for i in range(len(keep)) if i != one])
+        keep[one], keep[other] = False, True
+        case = replace(case, lengths=tuple(n if k else 0 for n, k in zip(case.lengths, keep, strict=True)))
+        if not live:
+            case = replace(case, slots=_with(case.slots, one, case.pool), pool=case.pool + 1)
+        targets = case.slots if case.write_slots is None else case.write_slots
+        if fresh:
+            case = replace(case, fresh=_with(case.fresh or (False,) * len(keep), one, True))
+            # In place, or where it wrote already: a slot of its own may be one that another sequence reads.
+            away = targets[one] < 0
+        else:
+            away = targets[one] in (-1, case.slots[one])
+        if not away:
+            return case
+        return replace(case, write_slots=_with(targets, one, case.pool), pool=case.pool + 1)
 
-    return cases(kit, limits, Phase.EXTEND).map(emptied)
+    return cases(kit, limits, Phase.EXTEND, Wish(min_rows=2, min_length=1)).map(emptied)
+
+
+def _without_tokens(case: Case[Any]) -> Case[Any]:
+    return replace(case, lengths=(0,) * len(case.lengths))
+
+
+def _with(values: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+    return (*values[:index], value, *values[index + 1 :])
 
 
 def sequence_laws(kit: Kit) -> list[Law]:
@@ -243,14 +268,22 @@ def sequence_laws(kit: Kit) -> list[Law]:
         Law(name="verify, commit: the state follows the accepted tokens", port=kit.port, clause=Clause.VERIFY,
             phases=frozenset({Phase.VERIFY, Phase.COMMIT}), check=acceptance,
             cases=lambda limits: cases(kit, limits, Phase.VERIFY)),
-        law(kit, Clause.EMPTY, Phase.EXTEND, "sequences without tokens leave their state alone", empty_sequences),
         law(kit, Clause.FRESH, Phase.EXTEND, "fresh sequences start from zero", fresh, Wish(fresh=True, min_length=1)),
     ]  # fmt: skip
-    laws[6] = replace(laws[6], cases=lambda limits: _with_empty(kit, limits))
+    for fresh_one, what in ((True, "state"), (False, "write slot")):
+        empty = law(kit, Clause.EMPTY, Phase.EXTEND, f"sequences without tokens leave their {what} alone",
+                    empty_sequences)  # fmt: skip
+        laws.append(replace(empty, cases=_empty_sequence_cases(kit, fresh_one)))
+    tokenless = law(kit, Clause.EMPTY, Phase.EXTEND, "no tokens at all", empty_sequences, most_examples=8)
+    laws.append(replace(tokenless, cases=lambda limits: _with_empty(kit, limits, fresh=True).map(_without_tokens)))
     for phase in (*TOKEN_PHASES, Phase.COMMIT):
         empty = law(kit, Clause.EMPTY, phase, "no sequences at all", nothing, most_examples=8)
         laws.append(replace(empty, cases=_empty_cases(kit, phase)))
     return laws
+
+
+def _empty_sequence_cases(kit: Kit, fresh: bool) -> Any:
+    return lambda limits: _with_empty(kit, limits, fresh=fresh)
 
 
 def _empty_cases(kit: Kit, phase: Phase) -> Any:

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from qwen35.domain.capabilities import Clause, Phase
 from qwen35.testing.bench import Bench
-from qwen35.testing.case import Case
+from qwen35.testing.case import Case, Strides
 from qwen35.testing.kit import Kit, Parts
 from qwen35.testing.law import Law
+from qwen35.testing.limits import Limits
 from qwen35.testing.strategies import Wish, cases
 from qwen35.testing.tensors import same_bits
 
@@ -146,6 +147,16 @@ def views(bench: Bench, case: Case[Any]) -> None:
     trial.matches(served, want)
 
 
+def own_strides(bench: Bench, case: Case[Any]) -> None:
+    """No tensor is read or written by the stride of another, and nothing is written between rows, heads or nodes."""
+    trial = bench.trial(case)
+    want = trial.truth()
+    trial.matches(trial.run(), want)
+    trial.inputs_unchanged()
+    trial.out_gaps_unchanged()
+    trial.other_nodes_unchanged()
+
+
 def offset_views(bench: Bench, case: Case[Any]) -> None:
     """Read-only tensors may start anywhere: one element past an aligned address, several of them at once."""
     trial = bench.trial(case)
@@ -174,4 +185,21 @@ def slot_laws(kit: Kit) -> list[Law]:
         laws.append(law(kit, Clause.ORDER, phase, "outputs and states follow the sequences", order, Wish(min_rows=2)))
         laws.append(law(kit, Clause.STRIDES, phase, "views serve as dense tensors do", views, Wish(views=True)))
         laws.append(law(kit, Clause.STRIDES, phase, "inputs may start at any element", offset_views, Wish(shift=True)))
+        laws.append(_own_strides(kit, phase, "each tensor has rows of its own length", Strides.ROWS))
+        if kit.port == "gated_delta_rule" or phase is Phase.VERIFY:  # elsewhere nothing but rows has a stride
+            laws.append(_own_strides(kit, phase, "each tensor has strides of its own", Strides.ALL))
     return laws
+
+
+def _own_strides(kit: Kit, phase: Phase, name: str, strides: Strides) -> Law:
+    """Two live rows or more, of two tokens in a draft and two key heads or more, without which strides do not count."""
+    wish = Wish(
+        strides=strides, views=True, pad=False, min_rows=2, min_length=1, min_draft=2, tree=strides is Strides.ALL
+    )
+
+    def several_heads(limits: Limits) -> Limits:
+        pairs = tuple(pair for pair in limits.heads if pair[0] > 1)
+        return replace(limits, heads=pairs or tuple((2 * keys, 2 * values) for keys, values in limits.heads))
+
+    made = law(kit, Clause.STRIDES, phase, name, own_strides, wish)
+    return replace(made, cases=lambda limits: cases(kit, several_heads(limits), phase, wish))

@@ -11,7 +11,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from qwen35.domain.capabilities import Phase
-from qwen35.testing.case import Case
+from qwen35.testing.case import Case, Strides
 from qwen35.testing.kit import Kit
 from qwen35.testing.limits import Limits
 
@@ -24,7 +24,8 @@ class Wish:
 
     ``pad``: at least one row with slot -1; True or False, None leaves it open. ``writes``: write slots are
     given. ``fresh``: some sequence is flagged fresh. ``tree``: parents are given. ``views``: packed,
-    paged, own output; ``shift``: tensors that start one element into their buffer.
+    paged, own output; ``strides``: each tensor has its own; ``shift``: tensors that start one element into their
+    buffer.
     """
 
     pad: bool | None = None
@@ -32,9 +33,11 @@ class Wish:
     fresh: bool = False
     tree: bool | None = False
     views: bool | None = None
+    strides: Strides = Strides.DENSE
     shift: bool = False
     min_rows: int = 1
     min_length: int = 0
+    min_draft: int = 1
     checkpoints: bool = False
 
 
@@ -112,9 +115,9 @@ def cases(draw: st.DrawFn, kit: Kit, limits: Limits, phase: Phase, wish: Wish = 
         more = draw(_drafts(limits, phase, slots, wish))
     return Case(
         phase=phase, sizes=draw(kit.sizes(limits)), seed=draw(seeds), pool=pool, slots=slots, write_slots=writes,
-        packed=views, paged=views if wish.views else draw(st.booleans()), shift=int(wish.shift),
-        long=draw(st.booleans()), own_out=views if wish.views else draw(st.booleans()), prepared=draw(st.booleans()),
-        **more,
+        packed=views and wish.strides is Strides.DENSE, strides=wish.strides,
+        paged=views if wish.views else draw(st.booleans()), shift=int(wish.shift), long=draw(st.booleans()),
+        own_out=views if wish.views else draw(st.booleans()), prepared=draw(st.booleans()), **more,
     )  # fmt: skip
 
 
@@ -135,7 +138,7 @@ def _sequences(draw: st.DrawFn, limits: Limits, rows: int, wish: Wish) -> dict[s
 
 @st.composite
 def _drafts(draw: st.DrawFn, limits: Limits, phase: Phase, slots: tuple[int, ...], wish: Wish) -> dict[str, Any]:
-    rows, draft = len(slots), draw(st.integers(1, limits.max_draft))
+    rows, draft = len(slots), draw(st.integers(wish.min_draft, max(wish.min_draft, limits.max_draft)))
     made: dict[str, Any] = {"draft": draft, "nodes": draft + draw(st.integers(0, 1)), "capacity": rows}
     if draw(st.booleans()):
         capacity = max(rows, 1) + draw(st.integers(0, 2))
