@@ -75,6 +75,11 @@ def padded(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
+def power_of_two(size: int) -> int:
+    """The smallest power of two that is at least ``size``."""
+    return 1 << max(size - 1, 0).bit_length()
+
+
 @dataclass(frozen=True, slots=True)
 class Placement:
     """Where a tensor lies and how it is laid out. ``storage()`` is the object that owns its memory, None once that was

@@ -25,6 +25,12 @@ LOW_BITS = 15
 MAX_LAUNCHES = 1024
 
 
+def programs_for(count: int, block: int) -> int:
+    """Programs of ``block`` for ``count``. Triton's own function is a kernel's too, and takes microseconds to find out
+    that it was called outside of one."""
+    return -(-count // block)
+
+
 def _loaded_for(tensor: Tensor | None) -> bool:
     """Whether Triton, which loads for the current GPU, loaded for that of ``tensor``."""
     index = None if tensor is None else tensor.device.index
@@ -85,13 +91,16 @@ class KeptLaunches:
     def __call__(self, grid: Grid, rest: tuple[object, ...], *tensors: Tensor) -> None:
         """Launch over ``grid`` on the current stream of the tensors' GPU, with ``rest`` behind the pointers."""
         device = tensors[0].device
-        aligned = not reduce(or_, (tensor.data_ptr() for tensor in tensors)) & LOW_BITS
-        key = (grid, rest, device, *(tensor.dtype for tensor in tensors))
+        addresses = [tensor.data_ptr() for tensor in tensors]
+        aligned = not reduce(or_, addresses) & LOW_BITS
+        key = (grid, rest, device, *[tensor.dtype for tensor in tensors])
         launch = self._kept.get(key)
-        if launch is None:
-            launch = KeptLaunch(self.kernel, grid, rest, **self._options)
-        launch.launch(device, aligned, *tensors)
-        if launch.kept and key not in self._kept:
+        if launch is not None and aligned:
+            launch.again(current_stream(device), *addresses)
+            return
+        launch = KeptLaunch(self.kernel, grid, rest, **self._options)
+        launch.first(aligned, *tensors)
+        if launch.kept:
             if len(self._kept) >= self._most:
                 self._kept.clear()
             self._kept[key] = launch

@@ -6,7 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwen35.adapters._kernels.launches import KeptLaunches
+from qwen35.adapters._kernels.launches import KeptLaunches, programs_for
+from qwen35.domain.alignment import power_of_two
 from qwen35.ports.gdn_calls import Gates, LogGates
 
 #: Tokens of one program, and offsets that it copies together.
@@ -111,11 +112,11 @@ def launch_prefill_inputs(
     parts = heads + 1 + (0 if value is q else value_heads)
     entries = cu_seqlens.shape[0]
     kept_inputs(
-        (triton.cdiv(tokens, TOKENS), parts, 1),
+        (programs_for(tokens, TOKENS), parts, 1),
         (
             tokens, entries, *q.stride()[:2], *k.stride()[:2], *value.stride()[:2], decay_in.stride(0),
             beta_in.stride(0), heads, value_heads, width, value.shape[2],
-            *map(triton.next_power_of_2, (width, value.shape[2], value_heads)), not isinstance(gates, LogGates), linear,
+            *map(power_of_two, (width, value.shape[2], value_heads)), not isinstance(gates, LogGates), linear,
             value is not q, max(1, (entries - 1).bit_length()), slots is not None, TOKENS, ENTRIES,
         ),
         q, k, value, decay_in, beta_in, a_log, dt_bias, cu_seqlens, cu_seqlens if slots is None else slots, q_out,

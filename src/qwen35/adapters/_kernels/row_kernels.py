@@ -6,9 +6,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch, KeptLaunches
+from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch, KeptLaunches, programs_for
 from qwen35.adapters._kernels.prefill_kernels import launch_prefill_inputs
 from qwen35.adapters._kernels.rows import IndexLaunch, ZeroLaunch
+from qwen35.domain.alignment import power_of_two
 from qwen35.ports.gdn_calls import CommitCall, Gates
 
 #: Elements of one program of a row copy: 16 KiB of float32, so that a slot of 2 MiB spreads over 128 programs.
@@ -170,7 +171,7 @@ class TritonIndex:
         if a is not None:
             heads, count = a.shape[-1], a[0].numel()
             strides = a.stride(0), a.stride(1) if a.dim() == 3 else 0
-        block = min(1024, max(32, triton.next_power_of_2(count)))
+        block = min(1024, max(32, power_of_two(count)))
         rest = (*self._paddings, *strides, count, self._limit, heads, write_slots is not None, a is not None, block)
         return KeptLaunch(index_kernel, (slots.shape[0], 1, 1), rest, num_warps=1)
 
@@ -198,7 +199,7 @@ class TritonZeroRows:
         heads, width = out.shape[-2:]
         count = out[0].numel()
         strides = out.stride(0), out.stride(1) if out.dim() == 4 else 0, out.stride(-2)
-        grid = out.shape[0], triton.cdiv(count, BLOCK), 1
+        grid = out.shape[0], programs_for(count, BLOCK), 1
         return KeptLaunch(zero_rows_kernel, grid, (*strides, count, heads, width, BLOCK))
 
 
@@ -240,7 +241,7 @@ class TritonRows:
         """See ``RowOperations``."""
         count = states[0].numel()
         kept_gather(
-            (slots.shape[0], triton.cdiv(count, BLOCK), 1), (states.stride(0), count, fresh is not None, BLOCK),
+            (slots.shape[0], programs_for(count, BLOCK), 1), (states.stride(0), count, fresh is not None, BLOCK),
             states, slots, slots if fresh is None else fresh, out,
         )  # fmt: skip
 
@@ -250,7 +251,7 @@ class TritonRows:
         """See ``RowOperations``."""
         count = states[0].numel()
         kept_scatter(
-            (slots.shape[0], triton.cdiv(count, BLOCK), 1), (states.stride(0), count, write_slots is not None, BLOCK),
+            (slots.shape[0], programs_for(count, BLOCK), 1), (states.stride(0), count, write_slots is not None, BLOCK),
             source, states, slots, slots if write_slots is None else write_slots, cu_seqlens,
         )  # fmt: skip
 
@@ -258,7 +259,7 @@ class TritonRows:
         """See ``RowOperations``."""
         batch, tokens = source.shape[:2]
         count = source[0, 0].numel()
-        _scatter_nodes[(batch * tokens, triton.cdiv(count, BLOCK))](
+        _scatter_nodes[(batch * tokens, programs_for(count, BLOCK))](
             source, intermediates, slots, slots if rows is None else rows, *intermediates.stride()[:2], count,
             TOKENS=tokens, HAS_ROWS=rows is not None, BLOCK_E=BLOCK, num_warps=8,
         )  # fmt: skip
@@ -266,7 +267,7 @@ class TritonRows:
     def commit(self, call: CommitCall) -> None:
         """See ``RowOperations``."""
         count = call.states[0].numel()
-        _commit[(call.slots.shape[0], triton.cdiv(count, BLOCK))](
+        _commit[(call.slots.shape[0], programs_for(count, BLOCK))](
             call.states, call.intermediates, call.slots, call.slots if call.rows is None else call.rows, call.last,
             call.states.stride(0), *call.intermediates.stride()[:2], count, HAS_ROWS=call.rows is not None,
             BLOCK_E=BLOCK, num_warps=8,

@@ -26,6 +26,7 @@ from qwen35.adapters.flashinfer.mends import (
 from qwen35.adapters.flashinfer.parameters import Float32, float32
 from qwen35.adapters.flashinfer.plans import Plans
 from qwen35.adapters.flashinfer.prefill import Prefill
+from qwen35.adapters.flashinfer.prefill_layout import ExtendLayout
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.adapters.flashinfer.steps import Step, pool_decode, run_verify
 from qwen35.adapters.flashinfer.workspaces import PROCESS, PrefillWorkspaces
@@ -77,7 +78,7 @@ class FlashInferGatedDeltaRule:
         self._prefill_scratch = Scratch(spare=0, stream_of=stream_of)  # prefill is never captured
         self._prefill = Prefill(kernels, rows, self._prefill_scratch, workspaces)
         splits = partial(split_prefill, options.prefill_split, platform)
-        self._admit_extend = Admission("FlashInfer", self.supports, settle=splits)
+        self._admit_extend = Admission("FlashInfer", self.supports, settle=lambda call: ExtendLayout(splits(call)))
         self._plans = Plans(kernels)
         self._admitted: dict[tuple[object, ...], AdmittedVerify] = {}
         self._known: dict[tuple[object, ...], KnownDecode] = {}
@@ -186,11 +187,13 @@ class FlashInferGatedDeltaRule:
     def extend(self, call: ExtendCall) -> ExtendResult:
         """Packed sequences by the chunked prefill; not legal inside capture. See the port."""
         self._open()
-        split = self._admit_extend(call, ExtendCall)
+        layout: ExtendLayout = self._admit_extend(call, ExtendCall)
         if capturing(call.states.device):
             raise CaptureError("FlashInfer's prefill keeps workspaces that move: it cannot be captured")
-        self._branches[Phase.EXTEND] = "sequence split" if split else "one pass"
-        return self._prefill.run(call, self._plans.covering(call), split)
+        if layout.generation != self._plans.generation:
+            layout.settle(call, self._plans.covering(call), self._plans.generation)
+        self._branches[Phase.EXTEND] = "sequence split" if layout.split else "one pass"
+        return self._prefill.run(call, layout)
 
     def commit(self, call: CommitCall) -> None:
         """Copy accepted states in one launch; see the port."""
@@ -210,6 +213,7 @@ class FlashInferGatedDeltaRule:
         self._closed = True
         self._forget()
         self._scratch.close()
+        self._prefill.close()
         self._prefill_scratch.close()
         self._parameters.close()
 

@@ -20,10 +20,10 @@ from qwen35.ports.gdn_checks import call_geometry
 
 
 class Plans:
-    """One plan for each geometry, pair of dtypes and device."""
+    """One plan for each geometry, pair of dtypes and device. ``generation``: how often one became wider."""
 
     def __init__(self, kernels: FlashInferKernels) -> None:
-        self._kernels = kernels
+        self._kernels, self.generation = kernels, 0
         self._plans: dict[tuple[object, ...], GdnPlan] = {}
         self._stated: set[tuple[object, ...]] = set()
         self._measured: dict[tuple[object, ...], Behaviour] = {}
@@ -53,7 +53,9 @@ class Plans:
         if stated:
             self._stated.add(key)
         self._plans[key] = wide
-        return wide, wide != before
+        news = wide != before
+        self.generation += news
+        return wide, news
 
     def covering(self, call: StepCall | ExtendCall) -> GdnPlan:
         """The plan for such calls where it covers ``call``, or the smallest that covers both."""

@@ -9,10 +9,11 @@ from torch import Tensor
 
 from qwen35.adapters._kernels.rows import RowOperations
 from qwen35.adapters.flashinfer.mends import fit
+from qwen35.adapters.flashinfer.prefill_layout import ExtendLayout, Pieces
 from qwen35.adapters.flashinfer.release import FlashInferKernels
 from qwen35.adapters.flashinfer.steps import backend_of, required
 from qwen35.adapters.flashinfer.workspaces import PrefillWorkspaces
-from qwen35.ports.gdn_calls import CheckpointPlan, ExtendCall, ExtendResult, GdnPlan
+from qwen35.ports.gdn_calls import CheckpointPlan, ExtendCall, ExtendResult
 from qwen35.services.scratch import Scratch
 
 FLOAT = torch.float32
@@ -30,33 +31,36 @@ class Prefill:
     follow would reach it: tokens of padded sequences are copied as zeros.
 
     Scratch is each stream's own; the kernel's workspaces are the process's, and ``workspaces`` says whose turn it is.
+    Of the latest layout on one stream the pieces of scratch are kept as they were cut.
     """
 
     def __init__(
         self, kernels: FlashInferKernels, rows: RowOperations, scratch: Scratch, workspaces: PrefillWorkspaces
     ) -> None:
         self._kernels, self._rows, self._scratch, self._workspaces = kernels, rows, scratch, workspaces
+        self._latest: tuple[ExtendLayout, Pieces] | None = None
 
-    def run(self, call: ExtendCall, plan: GdnPlan, split: bool) -> ExtendResult:
-        """Mutates the written slots and ``call.out``."""
+    def run(self, call: ExtendCall, layout: ExtendLayout) -> ExtendResult:
+        """Mutates the written slots and ``call.out``. ``layout``: that of the call, under the present plan."""
         out = torch.empty(call.v.shape, dtype=call.v.dtype, device=call.v.device) if call.out is None else call.out
         if not call.v.shape[0] or not call.slots.shape[0]:
             return ExtendResult(out=out, checkpoints=_empty_checkpoints(call))
+        plan, pieces = layout.plan, self._pieces(layout)
         dense = out if fit(out) else self._cut("extend.out", tuple(out.shape), out.dtype, plan.max_tokens, call)
-        inputs = self._inputs(call, plan)
-        initial, final = self._states(call, plan)
-        self._rows.gather_states(call.states, call.slots, call.fresh, initial)
+        v = self._inputs(call, layout, pieces)
+        self._rows.gather_states(call.states, call.slots, call.fresh, pieces.initial)
         checkpoints, planned = _checkpoints(call)
         launch = partial(
             required("prefill", self._kernels.prefill),
-            **inputs, scale=call.q.shape[-1] ** -0.5 if call.scale is None else call.scale, initial_state=initial,
-            output_final_state=True, use_qk_l2norm_in_kernel=False, output=dense, output_state=final,
+            q=pieces.q, k=pieces.k, v=v, g=pieces.decay, beta=pieces.beta, cu_seqlens=pieces.offsets,
+            scale=call.q.shape[-1] ** -0.5 if call.scale is None else call.scale, initial_state=pieces.initial,
+            output_final_state=True, use_qk_l2norm_in_kernel=False, output=dense, output_state=pieces.final,
             state_checkpoints=checkpoints, checkpoint_cu_starts=None if planned is None else planned.starts,
-            checkpoint_every_n_tokens=0 if planned is None else planned.every, use_cp=split,
+            checkpoint_every_n_tokens=0 if planned is None else planned.every, use_cp=layout.split,
             **backend_of(self._kernels, "prefill"),
         )  # fmt: skip
         self._workspaces.run(call.states.device, self._kernels.workspaces, launch)
-        self._rows.scatter_states(final, call.states, call.slots, call.write_slots, call.cu_seqlens)
+        self._rows.scatter_states(pieces.final, call.states, call.slots, call.write_slots, call.cu_seqlens)
         if plan.may_pad:
             self._rows.zero_ranges(dense, call.cu_seqlens, call.slots)
             if checkpoints is not None and planned is not None:
@@ -65,29 +69,30 @@ class Prefill:
             out.copy_(dense)
         return ExtendResult(out=out, checkpoints=_in_pool_dtype(call, checkpoints))
 
-    def _inputs(self, call: ExtendCall, plan: GdnPlan) -> dict[str, Tensor]:
-        """Dense, normalised tokens, linear decay and beta in float32, 64-bit offsets."""
-        dtype, heads = call.q.dtype, call.v.shape[1]
-        q = self._cut("extend.q", tuple(call.q.shape), dtype, plan.max_tokens, call)
-        k = self._cut("extend.k", tuple(call.k.shape), dtype, plan.max_tokens, call)
-        decay = self._cut("extend.decay", (call.v.shape[0], heads), FLOAT, plan.max_tokens, call)
-        beta = self._cut("extend.beta", (call.v.shape[0], heads), FLOAT, plan.max_tokens, call)
-        offsets = self._cut("extend.offsets", tuple(call.cu_seqlens.shape), torch.int64, plan.max_batch + 1, call)
-        neighbours = plan.may_pad and call.slots.shape[0] > 1
-        v = call.v
-        if neighbours or not fit(v):
-            v = self._cut("extend.v", tuple(v.shape), dtype, plan.max_tokens, call)
-        self._rows.prefill_inputs(
-            call.q, call.k, call.gates, call.cu_seqlens, q_out=q, k_out=k, decay=decay, beta=beta, cu_out=offsets,
-            v=None if v is call.v else call.v, v_out=None if v is call.v else v, linear=True,
-            slots=call.slots if neighbours else None,
-        )  # fmt: skip
-        return {"q": q, "k": k, "v": v, "g": decay, "beta": beta, "cu_seqlens": offsets}
+    def close(self) -> None:
+        """Forget scratch."""
+        self._latest = None
 
-    def _states(self, call: ExtendCall, plan: GdnPlan) -> tuple[Tensor, Tensor]:
-        shape = (call.slots.shape[0], *call.states.shape[1:])
-        initial = self._cut("extend.initial", shape, FLOAT, plan.max_batch, call)
-        return initial, self._cut("extend.final", shape, FLOAT, plan.max_batch, call)
+    def _pieces(self, layout: ExtendLayout) -> Pieces:
+        room = self._scratch.take("extend", (layout.size,), torch.uint8, layout.plan.device)
+        latest = self._latest
+        if latest is not None and latest[0] is layout and latest[1].address == room.data_ptr():
+            return latest[1]
+        pieces = layout.cut(room)
+        self._latest = layout, pieces
+        return pieces
+
+    def _inputs(self, call: ExtendCall, layout: ExtendLayout, pieces: Pieces) -> Tensor:
+        """Fill dense, normalised tokens, linear decay and beta in float32, 64-bit offsets; returns v as it is run."""
+        v = call.v if pieces.v is None else pieces.v
+        if not fit(v):
+            v = self._cut("extend.v", tuple(v.shape), v.dtype, layout.plan.max_tokens, call)
+        self._rows.prefill_inputs(
+            call.q, call.k, call.gates, call.cu_seqlens, q_out=pieces.q, k_out=pieces.k, decay=pieces.decay,
+            beta=pieces.beta, cu_out=pieces.offsets, v=None if v is call.v else call.v,
+            v_out=None if v is call.v else v, linear=True, slots=None if pieces.v is None else call.slots,
+        )  # fmt: skip
+        return v
 
     def _cut(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, rows: int, call: ExtendCall) -> Tensor:
         most = (max(rows, shape[0]), *shape[1:])

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from qwen35.domain.alignment import power_of_two
+
 #: Tokens of one chunk of the chunked form, and so the multiple that checkpoints must have.
 CHUNK = 64
 
@@ -55,11 +57,6 @@ class ExtendConfig:
     scan_stages: int
     chunk_warps: int = 4
     chunk_registers: int | None = None
-
-
-def power_of_two(size: int) -> int:
-    """The smallest power of two that is at least ``size``."""
-    return 1 << max(size - 1, 0).bit_length()
 
 
 def decode_config(key_width: int, value_width: int, state_bytes: int, states: int) -> DecodeConfig:

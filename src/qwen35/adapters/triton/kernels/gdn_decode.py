@@ -10,8 +10,9 @@ from torch import Tensor
 
 from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch
 from qwen35.adapters.triton.kernels.gdn_common import delta_step, load_gates, load_pieces, rounded, store_pieces
-from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig, power_of_two
+from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig
 from qwen35.adapters.triton.kernels.gdn_launch import gate_arguments, scale_of
+from qwen35.domain.alignment import power_of_two
 from qwen35.ports.gated_delta_rule import DecodeCall
 from qwen35.services.devices import current_stream
 

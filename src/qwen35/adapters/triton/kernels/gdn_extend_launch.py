@@ -7,10 +7,11 @@ import triton.language as tl
 from torch import Tensor
 
 from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch
-from qwen35.adapters.triton.kernels.gdn_config import CHUNK, ExtendConfig, power_of_two
+from qwen35.adapters.triton.kernels.gdn_config import CHUNK, ExtendConfig
 from qwen35.adapters.triton.kernels.gdn_extend import chunk_kernel, scan_kernel
 from qwen35.adapters.triton.kernels.gdn_launch import gate_arguments, scale_of
 from qwen35.adapters.triton.kernels.gdn_scratch import ExtendScratch, cut, scratch_bytes
+from qwen35.domain.alignment import power_of_two
 from qwen35.ports.gated_delta_rule import ExtendCall
 
 _TRITON_DTYPE = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16}

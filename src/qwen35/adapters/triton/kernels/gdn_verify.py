@@ -14,8 +14,9 @@ from qwen35.adapters.triton.kernels.gdn_common import (
     select_pieces,
     store_pieces,
 )
-from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig, power_of_two
+from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig
 from qwen35.adapters.triton.kernels.gdn_launch import gate_arguments, scale_of
+from qwen35.domain.alignment import power_of_two
 from qwen35.ports.gated_delta_rule import CommitCall, VerifyCall
 
 #: Elements that one program of commit copies: 32 a thread at four warps.
