@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +27,17 @@ def interpreting() -> bool:
     return bool(triton.knobs.runtime.interpret)
 
 
+def absolute_python_path() -> None:
+    """Processes that tests start in other folders find a checkout that is not installed, as this one did:
+    ``PYTHONPATH=src:FOLDER`` is relative."""
+    given = os.environ.get("PYTHONPATH")
+    if given:
+        os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(path).absolute()) for path in given.split(os.pathsep))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    absolute_python_path()
     if not config.getoption("--hypothesis-profile", default=None):
         settings.load_profile("interpreter" if interpreting() else "gpu" if torch.cuda.is_available() else "ci")
 

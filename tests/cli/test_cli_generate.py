@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from cli_third_party import CLOSED, DTYPES
 from safetensors.torch import load_file
 
 import qwen35
+from qwen35.cli.demo import TOLERANCE, make_checkpoint
 from qwen35.model import GenerateOptions, Sampling, load_model
 from qwen35.model import generate as continue_prompts
 
@@ -61,6 +63,40 @@ def test_compare_with_an_equal_adapter_finds_no_differing_token(run: Any, checkp
     for step in compare["steps"]:
         assert 0 < step["relative_error"] < 1e-3, f"seed {seed}: {compare}"
         assert step["max_error"] > 0
+
+
+#: How far logits of one step may be apart. What bfloat16 rounds these few narrow layers magnify; those of another
+#: network would be 1.4 apart.
+APART = {"float32": TOLERANCE, "bfloat16": 0.5}
+
+
+@pytest.mark.parametrize(("adapter", "device", "dtype"), [
+    ("reference64", "cpu", "float32"),
+    *(pytest.param("triton", "cuda", dtype, marks=pytest.mark.gpu) for dtype in ("float32", "bfloat16", "")),
+])  # fmt: skip
+def test_compare_gives_the_reference_the_tokens_that_an_adapter_chose(
+    run: Any, tmp_path: Path, adapter: str, device: str, dtype: str
+) -> None:
+    make_checkpoint(tmp_path / "checkpoint", 0)  # the demo's, over whose rounding its bound is derived
+    words = [f"--gdn-{phase}={adapter}" for phase in ("decode", "extend", "verify")]
+    words += [f"--conv={adapter}", f"--device={device}", *([f"--dtype={dtype}"] if dtype else [])]
+    result = run("generate", tmp_path / "checkpoint", *BASE[:4], *words, "--compare", "reference",
+                 "--logits", tmp_path / "logits.safetensors", "--json")  # fmt: skip
+    assert result.exit_code == 0, result.output
+    report = json.loads(result.stdout)
+    assert (report["served_by"]["decode"], report["served_by"]["extend"]) == (adapter, adapter)
+    assert len(report["tokens"]) == 4
+    compare, apart = report["compare"], APART[dtype or "bfloat16"]  # a GPU's default
+    assert compare["adapter"] == "reference"
+    errors = [step["relative_error"] for step in compare["steps"]]
+    assert [step["step"] for step in compare["steps"]] == [0, 1, 2, 3]
+    assert all(math.isfinite(error) and error < apart for error in errors), errors
+    assert max(errors) > 0, "another adapter gives the very same bits: was it asked?"
+    if dtype == "float32":
+        assert compare["first_difference"] is compare["token"] is None, compare
+    logits = load_file(tmp_path / "logits.safetensors")["logits"]
+    assert logits.shape == (4, 256)
+    assert logits.argmax(-1).tolist() == report["tokens"]
 
 
 @pytest.mark.usefixtures("third_party")
