@@ -230,6 +230,60 @@ class DenseTokens(Conv):
         return super().decode(replace(call, x=dense))
 
 
+class OutputAtTokenRows(Conv):
+    """Writes the output by the stride of x."""
+
+    breaks = Clause.STRIDES
+    caught_by = "extend: each tensor has rows of its own length"
+
+    def extend(self, call: ConvExtendCall) -> Tensor:
+        if call.out is None:
+            return super().extend(call)
+        made = super().extend(replace(call, out=None))
+        call.out.as_strided(call.out.shape, call.x.stride(), call.out.storage_offset()).copy_(made)
+        return call.out
+
+
+class DenseWeight(Conv):
+    """Takes the weight for dense."""
+
+    breaks = Clause.STRIDES
+    caught_by = "decode: each tensor has rows of its own length"
+
+    def decode(self, call: ConvDecodeCall) -> Tensor:
+        weight = call.weight
+        dense = weight.as_strided(weight.shape, (weight.shape[1], 1), weight.storage_offset())
+        return super().decode(replace(call, weight=dense))
+
+
+class NodesAtRows(Conv):
+    """Takes the draft tokens of a row for one another's neighbours, whatever lies between rows."""
+
+    breaks = Clause.STRIDES
+    caught_by = "verify: each tensor has strides of its own"
+
+    def verify(self, call: ConvVerifyCall) -> Tensor:
+        step = call.x.stride(1)
+        x = call.x.as_strided(call.x.shape, (call.x.shape[1] * step, step, 1), call.x.storage_offset())
+        return super().verify(replace(call, x=x))
+
+
+class ClearsEmptyFreshSequences(Conv):
+    """Writes the zeros that a fresh sequence begins with, though it has no tokens."""
+
+    breaks = Clause.EMPTY
+    caught_by = "extend: sequences without tokens leave their state alone"
+
+    def extend(self, call: ConvExtendCall) -> Tensor:
+        out = super().extend(call)
+        if call.fresh is None or not len(call.x):
+            return out
+        targets = call.slots if call.write_slots is None else call.write_slots
+        empty = (call.cu_seqlens.diff() == 0) & call.fresh & (call.slots >= 0) & (targets >= 0)
+        call.windows[targets[empty].long()] = 0
+        return out
+
+
 class AcceptsActivations(Conv):
     """Takes any name for an activation."""
 
@@ -243,5 +297,6 @@ class AcceptsActivations(Conv):
 CONV_BROKEN = (
     LastSlotWrap, PassesPaddingThrough, WritesWhereItReads, ActivatesInPlace, SortsBySlot, ReversedWindow,
     UnshiftedShortSequence, VerifyShiftsPool, TreeAsChain, CommitsNothingAsLast, ClearsEmptySequences, IgnoresFresh,
-    OffsetsInInt32, NaiveSilu, RoundsProducts, StaleWeight, DenseTokens, AcceptsActivations,
+    ClearsEmptyFreshSequences, OffsetsInInt32, NaiveSilu, RoundsProducts, StaleWeight, DenseTokens, OutputAtTokenRows,
+    DenseWeight, NodesAtRows, AcceptsActivations,
 )  # fmt: skip

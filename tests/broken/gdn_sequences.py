@@ -136,6 +136,37 @@ class ClearsEmptySequences(Gdn):
         return result
 
 
+class ClearsEmptyFreshSequences(Gdn):
+    """Writes the zero state that a fresh sequence begins with, though it has no tokens."""
+
+    breaks = Clause.EMPTY
+    caught_by = "extend: sequences without tokens leave their state alone"
+
+    def extend(self, call: ExtendCall) -> ExtendResult:
+        result = super().extend(call)
+        if call.fresh is None or not len(call.q):
+            return result
+        targets = call.slots if call.write_slots is None else call.write_slots
+        empty = (call.cu_seqlens.diff() == 0) & call.fresh & (call.slots >= 0) & (targets >= 0)
+        call.states[targets[empty].long()] = 0
+        return result
+
+
+class MovesEmptySequences(Gdn):
+    """Copies the state of a sequence without tokens to its write slot."""
+
+    breaks = Clause.EMPTY
+    caught_by = "extend: sequences without tokens leave their write slot alone"
+
+    def extend(self, call: ExtendCall) -> ExtendResult:
+        before = call.states.clone()
+        result = super().extend(call)
+        if call.write_slots is not None and len(call.q):
+            empty = (call.cu_seqlens.diff() == 0) & (call.slots >= 0) & (call.write_slots >= 0)
+            call.states[call.write_slots[empty].long()] = before[call.slots[empty].long()]
+        return result
+
+
 class NeedsASequence(Gdn):
     """Cannot launch an empty grid."""
 
@@ -294,6 +325,7 @@ class RefusesWhatItSupports(Gdn):
 
 GDN_SEQUENCES = (
     TransposedBetweenPhases, SkipsTailChunk, VerifyWritesPool, TreeAsChain, NodesBySlot, CommitsNothingAsLast,
-    ClearsEmptySequences, NeedsASequence, IgnoresFresh, ClearsByMultiplying, OffsetsInInt32, GridOfRowsAndHeads,
-    AcceptsShapes, KnowsByShape, WritesBeforeRefusing, IgnoresTrees, ServesAfterClose, RefusesWhatItSupports,
+    ClearsEmptySequences, ClearsEmptyFreshSequences, MovesEmptySequences, NeedsASequence, IgnoresFresh,
+    ClearsByMultiplying, OffsetsInInt32, GridOfRowsAndHeads, AcceptsShapes, KnowsByShape, WritesBeforeRefusing,
+    IgnoresTrees, ServesAfterClose, RefusesWhatItSupports,
 )  # fmt: skip

@@ -107,14 +107,21 @@ def test_int64_slots_are_the_same_as_int32(subject: Subject, phase: Phase, seed:
 
 @pytest.mark.case("C7")
 @both_ports
-def test_empty_sequences_among_others_keep_their_states(subject: Subject, seed: int) -> None:
+@pytest.mark.parametrize("fresh", [None, (True, False, False, False), (True, True, True, True)],
+                         ids=["no-flags", "first-fresh", "all-fresh"])  # fmt: skip
+@pytest.mark.parametrize("write_slots", [None, (4, 0, -1, 5)], ids=["in-place", "elsewhere"])
+def test_empty_sequences_among_others_keep_their_states(
+    subject: Subject, fresh: tuple[bool, ...] | None, write_slots: tuple[int, ...] | None, seed: int
+) -> None:
     bench = subject.bench()
-    trial = bench.trial(case_of(bench, Phase.EXTEND, seed, (3, 0, 2, 1), 5, lengths=(0, 5, 0, 4)))
+    trial = bench.trial(case_of(
+        bench, Phase.EXTEND, seed, (3, 0, 2, 1), 6, lengths=(0, 5, 0, 4), fresh=fresh, write_slots=write_slots
+    ))  # fmt: skip
     assert trial.parts.cu_seqlens is not None
     assert trial.parts.cu_seqlens.tolist() == [0, 0, 5, 5, 9]
     before, want = trial.parts.pool.clone(), trial.truth()
     trial.matches(trial.run(), want)
-    for slot in (2, 3, 4):
+    for slot in sorted({2, 3, 4, 5} - trial.case.written):
         assert same_bits(before[slot], trial.parts.pool[slot]), f"slot {slot} changed, seed {seed}"
 
 

@@ -65,7 +65,7 @@ def nothing_past_checkpoints(bench: Bench, case: Case[Any]) -> None:
     """
     trial = bench.trial(case)
     want = trial.truth()
-    with Guards(2 * trial.parts.pool[0].numel()) as guards:
+    with Guards(2 * trial.parts.pool[0].numel(), bench.place) as guards:
         served = trial.run()
     trial.matches(served, want)
     broken = guards.broken()

@@ -122,23 +122,25 @@ def slabs_apart(
 
 
 class Guards(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Memory of floating point that is made inside has ``elements`` of NaN behind it, and ``broken`` tells of those
-    that something else was written to: a kernel that writes past the end of what its adapter made."""
+    """Memory of floating point that is made on ``device`` inside has ``elements`` of NaN behind it. ``broken`` tells
+    behind which of it something was written: a kernel wrote past the end of what its adapter had made."""
 
     _MAKERS = frozenset({
         "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "zeros", "zeros_like", "new_zeros",
         "full", "full_like", "new_full",
     })  # fmt: skip
 
-    def __init__(self, elements: int) -> None:
+    def __init__(self, elements: int, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._elements = elements
+        self._elements, self._device = elements, device
         self._guarded: list[tuple[tuple[int, ...], Tensor]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make what ``func`` makes, over a larger buffer."""
         made = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ not in self._MAKERS or not made.is_floating_point() or made.is_meta:
+        if func.overloadpacket.__name__ not in self._MAKERS:
+            return made
+        if made.device != self._device or not made.is_floating_point():
             return made
         size = 1 + sum((n - 1) * stride for n, stride in zip(made.shape, made.stride(), strict=True))
         size = size if made.numel() else 0
