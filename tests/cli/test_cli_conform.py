@@ -6,10 +6,22 @@ import json
 from typing import Any
 
 import pytest
-from cli_third_party import CLOSED, PORT
+from cli_third_party import CLOSED, PORT, Delegate
 
-from qwen35.domain.capabilities import Clause
+from qwen35 import build
+from qwen35.cli.conform import Suite, document, show
+from qwen35.domain.capabilities import Clause, Support
+from qwen35.domain.errors import UnsupportedError
+from qwen35.ports.adapter import AdapterEntry
+from qwen35.ports.gated_delta_rule import DecodeCall
 from qwen35.testing import laws_of
+
+
+class Declining(Delegate):
+    """Declines a decode when it is called, so that the service's fallback serves it."""
+
+    def decode(self, call: DecodeCall) -> Any:
+        raise UnsupportedError("decode", ["a better day"])
 
 
 def test_reference_passes_clause_by_clause_without_a_fallback(run: Any) -> None:
@@ -23,7 +35,8 @@ def test_reference_passes_clause_by_clause_without_a_fallback(run: Any) -> None:
         assert law["clause"] == "padding"
         assert law["status"] == "passed", law
         assert law["examples"] > 0
-        assert "fallbacks" not in law, "there is none that could be counted"
+        assert law["fallbacks"] == 0
+    assert report["fallbacks"] == 0
 
 
 def test_short_convolution_has_laws_of_its_own(run: Any) -> None:
@@ -31,6 +44,7 @@ def test_short_convolution_has_laws_of_its_own(run: Any) -> None:
     result = run("conform", "reference", *words)
     assert result.exit_code == 0, result.output
     assert "short_convolution: reference" in result.stdout
+    assert "calls that a fallback served: 0\n" in result.stdout
     assert "no fallback is configured" in result.stdout
 
 
@@ -57,6 +71,26 @@ def test_every_container_is_closed_with_all_that_it_made(run: Any) -> None:
     words = ("--clause", "padding", "--examples", "1", "--device", "cpu", "--json")
     laws = json.loads(run("conform", "plain", *words).stdout)["laws"]
     assert len(CLOSED) >= len(laws) + 1, "a container a law, and the one that told the device"
+
+
+def test_what_a_fallback_served_is_counted_and_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    entry = AdapterEntry(
+        port=PORT, name="declining", summary="", probe=lambda _: Support.of(), create=lambda *_: Declining()
+    )
+    suite = Suite(PORT, lambda: build(
+        adapters=[entry], device="cpu", gdn_decode="declining", gdn_extend="reference", gdn_verify="reference",
+        gdn_fallback="reference", conv="reference",
+    ))  # fmt: skip
+    reports = suite.run(examples=2, profile="", clause="empty", seed=None)
+    result = document(suite.platform, PORT, "declining", reports)
+    counts = {law["law"]: law["fallbacks"] for law in result["laws"]}
+    assert counts.pop("decode: no sequences at all") == 2, counts
+    assert set(counts.values()) == {0}, counts
+    assert (result["ok"], result["fallbacks"]) == (False, 2)
+    show(result)
+    shown = capsys.readouterr().out
+    assert "calls that a fallback served: 2\n" in shown
+    assert "no fallback is configured" not in shown
 
 
 @pytest.mark.usefixtures("third_party")

@@ -16,9 +16,10 @@ from qwen35.domain.errors import UnknownNameError
 if TYPE_CHECKING:
     from qwen35.container import Container
     from qwen35.domain.platform import Platform
+    from qwen35.services.counters import Counters
     from qwen35.testing.conformance import LawReport
 
-SCHEMA = 3
+SCHEMA = 4
 EXIT_BROKEN = 1
 #: The settings that hand a port to one adapter.
 _SETTINGS = {
@@ -85,7 +86,7 @@ class Suite:
             try:
                 for report in iter_laws(
                     self._port, self._service, device=self.platform.device, profile=sizes, examples=examples,
-                    only=only, seed=seed,
+                    only=only, counters=self._counters, seed=seed,
                 ):  # fmt: skip
                     reports.append(report)
                     bar.update(task, advance=1, description=f"{report.clause}: {report.law}")
@@ -104,6 +105,10 @@ class Suite:
         self._open.append(container)
         return container.gated_delta_rule() if self._port == "gated_delta_rule" else container.short_convolution()
 
+    def _counters(self) -> Counters:
+        """Those of the container that made the latest service."""
+        return self._open[-1].counters()
+
 
 def _choice(kind: str, options: Any, name: str) -> Any:
     """The member of the enum ``options`` called ``name``; None for an empty name."""
@@ -119,18 +124,16 @@ def document(
     platform: Platform, port: str, adapter: str, reports: list[LawReport], interrupted: bool = False
 ) -> dict[str, Any]:
     """What ``--json`` prints. ``ok``: every law was asked, something passed and nothing failed. ``fallback`` is None:
-    none is configured."""
+    none is configured. ``fallbacks`` counts the calls that one served all the same; a law with any has failed."""
     from qwen35.testing.conformance import LawStatus
     from qwen35.testing.machine import device_facts, versions
 
     passed = any(report.status is LawStatus.PASSED for report in reports)
     laws = [asdict(report) | {"clause": str(report.clause), "status": str(report.status)} for report in reports]
-    for law in laws:
-        del law["fallbacks"]  # without a fallback there is nothing to count
     return {
         "schema": SCHEMA, "kind": "conform", "port": port, "adapter": adapter,
         "ok": passed and not interrupted and all(report.ok for report in reports), "interrupted": interrupted,
-        "fallback": None,
+        "fallback": None, "fallbacks": sum(report.fallbacks for report in reports),
         "device": device_facts(platform), "versions": versions(), "laws": laws,
     }  # fmt: skip
 
@@ -153,4 +156,6 @@ def show(result: dict[str, Any]) -> None:
             typer.echo(f"  smallest example (seed {law['seed']}): {law['example']}")
     counts = {status: sum(law["status"] == status for law in result["laws"]) for status in _STYLES}
     typer.echo(", ".join(f"{count} {status}" for status, count in counts.items()))
-    typer.echo(f"no fallback is configured: {result['adapter']} served every call itself or refused it")
+    typer.echo(f"calls that a fallback served: {result['fallbacks']}")
+    if not result["fallbacks"]:
+        typer.echo(f"no fallback is configured: {result['adapter']} served every call itself or refused it")

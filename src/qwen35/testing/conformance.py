@@ -80,13 +80,14 @@ def laws_of(port: str, only: Clause | None = None) -> tuple[Law, ...]:
 def iter_laws(
     port: str, subject: Any, *, device: str = "cpu", limits: Limits | None = None,
     profile: Profile | None = None, examples: int | None = None, only: Clause | None = None,
-    counters: Counters | None = None, seed: int | None = None, shrink: bool = True,
+    counters: Counters | Callable[[], Counters] | None = None, seed: int | None = None, shrink: bool = True,
 ) -> Iterator[LawReport]:  # fmt: skip
     """One report after another, as they are ready: ``laws_of(port, only)`` says how many to expect.
 
     ``subject`` is an adapter or service, used as it is and left open, or a factory of adapters, called once a
     law, whose adapters are closed. ``limits`` (None: those of ``profile``, and that None: by device) bound the cases,
-    ``examples`` (None: the profile's) their number. ``counters`` are those of the container that built a service.
+    ``examples`` (None: the profile's) their number. ``counters`` are those of the container that built a
+    service, or say after each call of the factory which they are.
     """
     make: Callable[[], Any] | None = subject if callable(subject) else None
     for law in laws_of(port, only):
@@ -96,8 +97,9 @@ def iter_laws(
             by_device = Profile.CPU if device.startswith("cpu") else Profile.GPU
             chosen = limits_for(adapter.capabilities, profile or by_device)
         bench = Bench(adapter, KITS[port], device, chosen, make)
+        counted = counters() if callable(counters) else counters
         try:
-            yield run_law(law, bench, examples=examples, counters=counters, seed=seed, shrink=shrink)
+            yield run_law(law, bench, examples=examples, counters=counted, seed=seed, shrink=shrink)
         finally:
             if make is not None:
                 adapter.close()
@@ -106,7 +108,7 @@ def iter_laws(
 def run_laws(
     port: str, subject: Any, *, device: str = "cpu", limits: Limits | None = None,
     profile: Profile | None = None, examples: int | None = None, only: Clause | None = None,
-    counters: Counters | None = None, seed: int | None = None, shrink: bool = True,
+    counters: Counters | Callable[[], Counters] | None = None, seed: int | None = None, shrink: bool = True,
 ) -> list[LawReport]:  # fmt: skip
     """Every report of ``iter_laws``."""
     return list(
