@@ -90,6 +90,15 @@ def test_an_adapter_that_cannot_be_made_on_one_rank_is_used_by_nobody() -> None:
     assert all("rank 1: " in choice.rejected["fast"][0] for choice in automatic)
 
 
+def test_why_no_rank_has_a_workspace_is_told_once_and_alike_on_all() -> None:
+    def unfit(fake: FakeFusion) -> None:
+        fake.supports = lambda _: Support.of("no fabric")  # type: ignore[method-assign]
+
+    out = choices_with(unfit)
+    assert all(isinstance(e, CreationError) for e in out), out
+    assert {str(e) for e in out} == {"fusion workspace could not be created: fast: rank 1: no fabric"}
+
+
 def test_a_device_that_one_rank_cannot_look_at_is_an_error_on_all() -> None:
     meeting, fakes = Meeting(2), (FakeFusion(), FakeFusion())
 

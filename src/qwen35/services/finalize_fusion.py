@@ -15,9 +15,11 @@ from qwen35.domain.errors import (
     ClosedError,
     ConfigurationError,
     ContractError,
+    CreationError,
     HandoffError,
     NotPreparedError,
     Qwen35Error,
+    UnavailableError,
     UnsupportedError,
 )
 from qwen35.domain.finalize import FinalizeHandoff
@@ -113,8 +115,7 @@ class FinalizeService:
 
         def create(asked: WorkspaceSignature) -> FusionWorkspace:
             facts = together(agreement, NOT_CREATED, partial(self._facts, asked.device))
-            chosen = choose_fusion(self._adapters, self._requested, asked, facts, agreement)
-            self.choice = chosen
+            self.choice = chosen = self._choose(asked, facts, agreement)
             adapter: FinalizeFusion = self._adapters.adapter(PORT, chosen.name)
             return adapter.prepare(adapter.capabilities.within(asked))
 
@@ -122,6 +123,13 @@ class FinalizeService:
             signature, agreement, create, self._requested, against, self._checked, holder=self
         )
         self._agreement = agreement
+
+    def _choose(self, asked: WorkspaceSignature, facts: DeviceFacts, agreement: Agreement) -> FusionChoice:
+        """The ranks' choice. Raises ``CreationError`` where there is none: all of them know why, by rank, already."""
+        try:
+            return choose_fusion(self._adapters, self._requested, asked, facts, agreement)
+        except UnavailableError as exc:
+            raise CreationError(NOT_CREATED, exc.reasons) from exc
 
     def supports(self, m: int) -> Support:
         """Whether a call of ``m`` tokens would be served. False before ``prepare``, never an error."""
