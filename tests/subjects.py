@@ -11,7 +11,7 @@ import qwen35
 from qwen35.domain.errors import UnavailableError
 from qwen35.services.assembly import guarded
 from qwen35.services.counters import Counters
-from qwen35.services.registry import installed_entries
+from qwen35.services.discovery import installed_entries
 from qwen35.testing import KITS, Bench, LawReport, LawStatus, Profile, limits_for
 
 #: Adapter to where its laws run: on any CPU, on a CPU under Triton's interpreter, on a GPU.

@@ -27,9 +27,10 @@ from qwen35.ports.adapter import AdapterEntry
 from qwen35.ports.gated_delta_rule import ExtendCall, GatedDeltaRule
 from qwen35.ports.short_convolution import ConvDecodeCall, ShortConvolution
 from qwen35.services.counters import Counters
+from qwen35.services.discovery import installed_entries
 from qwen35.services.gated_delta_rule import GatedDeltaRuleService
 from qwen35.services.prometheus import prometheus_text
-from qwen35.services.registry import AdapterRegistry, installed_entries
+from qwen35.services.registry import AdapterRegistry
 from qwen35.services.short_convolution import ShortConvolutionService
 
 
@@ -325,10 +326,28 @@ def test_what_a_factory_gives_must_be_the_port(port: str, create: Any, reason: s
         assert reason in choice.rejected["mine"][0]
 
 
+@pytest.mark.parametrize(("least", "usable"), [(None, True), ((8, 0), True), ((9, 0), True), ((9, 1), False)])
+def test_an_adapter_is_refused_on_a_gpu_older_than_it_asks_for(least: tuple[int, int] | None, usable: bool) -> None:
+    mine = FakeGatedDeltaRule(1.0)
+    mine.capabilities = replace(mine.capabilities, min_compute_capability=least)
+    hopper = Platform(device="cuda:0", device_name="H200", compute_capability=(9, 0))
+    registry = AdapterRegistry(hopper, extra=[fake_entry("mine", mine, rank=99)])
+    if usable:
+        assert registry.adapter(PORT, "mine") is mine
+        return
+    reason = "compute capability requires at least 9.1, got 9.0"
+    with pytest.raises(UnavailableError, match=reason):
+        registry.adapter(PORT, "mine")
+    assert mine.closed == 1, "what it held would never be freed"
+    assert registry.usable(PORT, "reference")
+    assert registry.choose(PORT, "auto").rejected["mine"] == (reason,)
+    assert AdapterRegistry(CPU, extra=[fake_entry("mine", mine)]).adapter(PORT, "mine"), "a CPU has no such number"
+
+
 ENTRY = """
 from qwen35.domain.capabilities import Support
 from qwen35.ports.adapter import AdapterEntry
-ENTRY = AdapterEntry(port="gated_delta_rule", name="good", summary="", probe=lambda _: Support.of(), create=None)
+ENTRY = AdapterEntry(port="gated_delta_rule", name="good", summary="", probe=lambda _: Support.of(), create=print)
 """
 
 
@@ -354,13 +373,13 @@ def test_modules_that_fail_while_loading_are_broken_entries(tmp_path: Path, monk
     install(tmp_path / "site", "one", modules, points)
     monkeypatch.syspath_prepend(tmp_path / "site")
     entries = installed_entries()
-    assert entries[PORT, "good"].probe(CPU)
+    assert entries[PORT, "good"].entry.probe(CPU)
     for name, said in (
         ("os", "OSError: libcudart.so.12"), ("runtime", "RuntimeError: driver"), ("syntax", "SyntaxError"),
         ("import", "ModuleNotFoundError"), ("other", "must be an AdapterEntry, got int"),
         ("renamed", "must be the entry of gated_delta_rule.renamed, got gated_delta_rule.good"),
     ):  # fmt: skip
-        (reason,) = entries[PORT, name].probe(CPU).reasons
+        (reason,) = entries[PORT, name].entry.probe(CPU).reasons
         assert said in reason
     assert qwen35.build(device="cpu").gated_delta_rule()
 
@@ -381,3 +400,7 @@ def test_arguments_of_the_wrong_kind_are_named() -> None:
         qwen35.build("triton")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="adapters must be AdapterEntry objects, got 'triton'"):
         qwen35.build(device="cpu", adapters=["triton"])  # type: ignore[list-item]
+    one = fake_entry("mine", FakeGatedDeltaRule(1.0))
+    for field, value in (("rank", "high"), ("rank", None), ("create", None), ("port", "gated_delta"), ("summary", 3)):
+        with pytest.raises(ConfigurationError, match=rf"{field} must be .*, got {value!r}"):
+            qwen35.build(device="cpu", adapters=[replace(one, **{field: value})])  # type: ignore[arg-type]

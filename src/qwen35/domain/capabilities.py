@@ -75,6 +75,7 @@ class Capabilities:
     """What an adapter can do. A set that is None allows everything.
 
     ``gates`` are the kinds that some phase takes, ``raw_only`` the phases that take raw ones alone: see ``gates_of``.
+    ``min_compute_capability`` is that of the oldest GPU on which the adapter is used; it says nothing of a CPU.
     ``byte_alignment`` is what the kernel needs of every data pointer (1: nothing beyond the dtype's own).
     ``deviations`` says which clauses the adapter cannot keep, and why; an adapter with a deviation is
     used only when it is named. ``precision`` gives the error bound of each phase.

@@ -26,12 +26,8 @@ NATURAL_ALIGNMENT = 1
 
 def make_registry(settings: Settings, platform: Platform, extra: Iterable[AdapterEntry]) -> AdapterRegistry:
     """The registry, with the settings that concern single adapters."""
-    return AdapterRegistry(platform, adapter_options(settings), extra)
-
-
-def adapter_options(settings: Settings) -> AdapterOptions:
-    """The settings that concern single adapters."""
-    return AdapterOptions(prefill_split=settings.prefill_split, checked=settings.checked)
+    options = AdapterOptions(prefill_split=settings.prefill_split, checked=settings.checked)
+    return AdapterRegistry(platform, options, extra)
 
 
 def make_gated_delta_rule(settings: Settings, registry: AdapterRegistry, counters: Counters) -> GatedDeltaRuleService:
@@ -49,7 +45,7 @@ def make_gated_delta_rule(settings: Settings, registry: AdapterRegistry, counter
         for name in {*names.values(), *filter(None, [settings.gdn_fallback])}
     }
     if settings.gdn_shadow is not None:
-        shadow = make_shadow(parse_shadow(settings.gdn_shadow), settings, registry, counters)
+        shadow = make_shadow(parse_shadow(settings.gdn_shadow), registry, counters)
         made = {name: ShadowedGatedDeltaRule(name, adapter, shadow) for name, adapter in made.items()}
     fallback = None if settings.gdn_fallback is None else (settings.gdn_fallback, made[settings.gdn_fallback])
     adapters = {phase: (name, made[name]) for phase, name in names.items()}
@@ -58,11 +54,10 @@ def make_gated_delta_rule(settings: Settings, registry: AdapterRegistry, counter
     return service(adapters, counters, fallback, settings.checked)
 
 
-def make_shadow(spec: ShadowSpec, settings: Settings, registry: AdapterRegistry, counters: Counters) -> Shadow:
+def make_shadow(spec: ShadowSpec, registry: AdapterRegistry, counters: Counters) -> Shadow:
     """The shadow over an instance of its own, so that it shares no scratch with an adapter that serves."""
     port = gated_delta_rule.PORT
-    apart = AdapterRegistry(registry.platform, adapter_options(settings), [registry.entry(port, spec.adapter)])
-    adapter = guarded(f"shadow:{spec.adapter}", apart.adapter(port, spec.adapter), counters)
+    adapter = guarded(f"shadow:{spec.adapter}", registry.apart().adapter(port, spec.adapter), counters)
     return Shadow(spec, adapter, counters)
 
 

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from qwen35.domain.capabilities import Support
-from qwen35.domain.errors import UnavailableError
+from qwen35.domain.errors import Qwen35Error, UnavailableError
 from qwen35.domain.finalize_capabilities import DeviceFacts, FusionCapabilities, peer_reasons
 from qwen35.domain.finalize_signature import WorkspaceSignature
 from qwen35.services.finalize_agreement import Agreement
-from qwen35.services.registry import AUTO, NAMED_ONLY_RANK, AdapterRegistry
+from qwen35.services.registry import AUTO, NAMED_ONLY_RANK, AdapterRegistry, reasons_of
 
 PORT = "finalize_fusion"
 
@@ -73,8 +73,8 @@ def _against(adapters: AdapterRegistry, name: str, signature: WorkspaceSignature
         return False, usable.reasons
     try:
         adapter = adapters.adapter(PORT, name)
-    except UnavailableError as exc:
-        return False, exc.reasons
+    except Qwen35Error as exc:
+        return False, reasons_of(exc)
     can: FusionCapabilities = adapter.capabilities
     support: Support = adapter.supports(can.within(signature))
     return can.one_host, support.reasons

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from copy import copy
 from dataclasses import dataclass, field
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
-from qwen35.domain.capabilities import Phase, Support
+from qwen35.domain.capabilities import Capabilities, Phase, Support
 from qwen35.domain.errors import ConfigurationError, Qwen35Error, UnavailableError, UnknownNameError
 from qwen35.domain.platform import Platform
-from qwen35.ports.adapter import ENTRY_POINT_GROUP, AdapterEntry, AdapterOptions
-from qwen35.ports.finalize_fusion import FinalizeFusion
-from qwen35.ports.gated_delta_rule import GatedDeltaRule
-from qwen35.ports.short_convolution import ShortConvolution
+from qwen35.ports.adapter import AdapterEntry, AdapterOptions
+from qwen35.services.discovery import (
+    FAILURES,
+    NO_PORT,
+    PORTS,
+    adapter_fault,
+    blamed,
+    entry_faults,
+    installed_entries,
+    said,
+    support_fault,
+)
 
 AUTO = "auto"
 #: An adapter of this rank or less is used only when it is named.
 NAMED_ONLY_RANK = 0
-_PROTOCOLS: dict[str, type] = {
-    "gated_delta_rule": GatedDeltaRule, "short_convolution": ShortConvolution, "finalize_fusion": FinalizeFusion,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,69 +39,35 @@ class Choice:
     rejected: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
-def installed_entries() -> dict[tuple[str, str], AdapterEntry]:
-    """Every adapter that an installed package declares, by (port, name).
-
-    One that cannot be loaded, is no entry of that port and name, or is declared twice is kept, unusable, with the
-    reason. Raises ``ConfigurationError`` for an entry point that names no port.
-    """
-    declared: dict[tuple[str, str], dict[str, EntryPoint]] = {}
-    for point in entry_points(group=ENTRY_POINT_GROUP):
-        port, dot, name = point.name.partition(".")
-        if not dot:
-            raise ConfigurationError(f"entry point {point.name!r} of {ENTRY_POINT_GROUP} must be '<port>.<adapter>'")
-        declared.setdefault((port, name), {})[point.value] = point
-    found = {}
-    for (port, name), points in declared.items():
-        if len(points) > 1:
-            found[port, name] = _broken(port, name, f"declared more than once, uninstall all but one: {_list(points)}")
-        else:
-            found[port, name] = _loaded(port, name, *points.values())
-    return found
-
-
-def _list(points: Mapping[str, EntryPoint]) -> str:
-    return ", ".join(f"{value} of {point.dist.name if point.dist else '?'}" for value, point in points.items())
-
-
-def _loaded(port: str, name: str, point: EntryPoint) -> AdapterEntry:
-    try:
-        entry = point.load()
-    except Exception as exc:  # noqa: BLE001 - another package's module may raise anything; the others must still work
-        return _broken(port, name, f"{point.value} cannot be loaded: {_said(exc)}")
-    if not isinstance(entry, AdapterEntry):
-        return _broken(port, name, f"{point.value} must be an AdapterEntry, got {type(entry).__name__}")
-    if (entry.port, entry.name) != (port, name):
-        return _broken(port, name, f"{point.value} must be the entry of {port}.{name}, got {entry.port}.{entry.name}")
-    return entry
-
-
-def _said(exc: Exception) -> str:
-    return f"{type(exc).__name__}: {exc}"
-
-
-def _broken(port: str, name: str, reason: str) -> AdapterEntry:
-    def create(_: Platform, __: AdapterOptions) -> Any:
-        raise UnavailableError(f"{port}.{name}", [reason])
-
-    return AdapterEntry(
-        port=port, name=name, summary="cannot be loaded", probe=lambda _: Support.of(reason), create=create
-    )
-
-
 class AdapterRegistry:
-    """The adapters known to one container; each is made at most once and closed with it."""
+    """The adapters known to one container; each is made at most once and closed with it.
+
+    ``extra`` are known besides the installed ones, and instead of those of the same port and name; raises
+    ``ConfigurationError`` for one with a field of the wrong kind. An installed one that is broken is unusable.
+    """
 
     def __init__(
         self, platform: Platform, options: AdapterOptions | None = None, extra: Iterable[AdapterEntry] = ()
     ) -> None:
         self.platform = platform
         self._options = options or AdapterOptions()
-        self._entries = installed_entries() | {(e.port, e.name): e for e in extra}
+        found, given = installed_entries(), list(extra)
+        for entry in given:
+            wrong = entry_faults(entry)
+            if wrong:
+                raise ConfigurationError(f"adapter {entry.port}.{entry.name}: {'; '.join(wrong)}")
+        self._entries = {key: one.entry for key, one in found.items()} | {(e.port, e.name): e for e in given}
+        self._origins = {key: one.origin for key, one in found.items() if one.entry is self._entries[key]}
         self._made: dict[tuple[str, str], Any] = {}
 
+    def apart(self) -> AdapterRegistry:
+        """A registry of the same adapters that has made none of them yet: what it makes is shared with nobody."""
+        other = copy(self)
+        other._made = {}
+        return other
+
     def ports(self) -> tuple[str, ...]:
-        """Every port that has an adapter."""
+        """Every port that has an adapter; with ``NO_PORT`` where an entry point names none."""
         return tuple(sorted({port for port, _ in self._entries}))
 
     def names(self, port: str) -> tuple[str, ...]:
@@ -107,35 +78,56 @@ class AdapterRegistry:
     def entry(self, port: str, name: str) -> AdapterEntry:
         """The entry; raises ``UnknownNameError`` listing the known names."""
         if port not in self.ports():
-            raise UnknownNameError("port", port, self.ports())
-        try:
-            return self._entries[port, name]
-        except KeyError:
-            raise UnknownNameError(f"{port} adapter", name, self.names(port)) from None
+            raise UnknownNameError("port", port, PORTS)
+        entry = self._entries.get((port, name)) or self._misnamed(name)
+        if entry is None:
+            raise UnknownNameError(f"{port} adapter", name, self.names(port))
+        return entry
+
+    def _misnamed(self, name: str) -> AdapterEntry | None:
+        """What was most likely meant by ``name``: an adapter whose entry point names no port."""
+        lost = (e for (port, whole), e in self._entries.items() if port == NO_PORT and whole.split(".")[-1] == name)
+        return next(lost, None)
 
     def usable(self, port: str, name: str) -> Support:
         """Whether the adapter can be used on this machine, with reasons; a probe that fails is one."""
-        entry = self.entry(port, name)
+        entry, origin = self.entry(port, name), self._origins.get((port, name))
         try:
-            support: object = entry.probe(self.platform)
+            support: Support = entry.probe(self.platform)
         except Exception as exc:  # noqa: BLE001 - another package's code may raise anything, though a probe must not
-            return Support.of(f"its probe failed with {_said(exc)}")
-        if not isinstance(support, Support):
-            return Support.of(f"its probe must return Support, got {type(support).__name__}")
-        return support
+            return Support.of(blamed(f"its probe failed with {said(exc)}", origin))
+        fault = support_fault(support)
+        return support if fault is None else Support.of(blamed(fault, origin))
 
     def adapter(self, port: str, name: str) -> Any:
         """The adapter, made at the first request.
 
-        Raises ``UnavailableError`` with the probe's reasons, with what its factory raised, or naming what the
-        object that it gave lacks of the port.
+        Raises ``UnavailableError`` with the probe's reasons, with what its factory raised, with what keeps the object
+        that it gave from being the port, or where the device is older than its capabilities ask for.
         """
         if (port, name) not in self._made:
             what, support = f"{port} adapter {name!r}", self.usable(port, name)
             if not support:
                 raise UnavailableError(what, support.reasons)
-            self._made[port, name] = _made(what, self.entry(port, name), self.platform, self._options)
+            self._made[port, name] = self._make(what, port, name)
         return self._made[port, name]
+
+    def _make(self, what: str, port: str, name: str) -> Any:
+        origin = self._origins.get((port, name))
+        try:
+            made = self.entry(port, name).create(self.platform, self._options)
+        except Qwen35Error:
+            raise
+        except FAILURES as exc:
+            raise UnavailableError(what, [blamed(f"its factory failed with {said(exc)}", origin)]) from exc
+        fault = adapter_fault(port, made)
+        if fault is not None:
+            raise UnavailableError(what, [blamed(fault, origin)])
+        old = _too_old(self.platform, made.capabilities)
+        if old:
+            made.close()
+            raise UnavailableError(what, old)
+        return made
 
     def choose(self, port: str, requested: str, phase: Phase | None = None) -> Choice:
         """The adapter named by ``requested``, or for "auto" the usable one of the highest rank that keeps
@@ -160,8 +152,8 @@ class AdapterRegistry:
             return (f"rank {rank}: used only when named",)
         try:
             can = self.adapter(port, name).capabilities
-        except UnavailableError as exc:
-            return exc.reasons
+        except Qwen35Error as exc:  # whatever it raises, the others are there to choose from
+            return reasons_of(exc)
         missing = () if phase is None or phase in can.phases else (f"{phase} is not offered",)
         return (*missing, *(f"deviates from {clause}: {why}" for clause, why in can.deviations.items()))
 
@@ -173,17 +165,13 @@ class AdapterRegistry:
             self._made.clear()
 
 
-def _made(what: str, entry: AdapterEntry, platform: Platform, options: AdapterOptions) -> Any:
-    try:
-        made = entry.create(platform, options)
-    except Qwen35Error:
-        raise
-    except Exception as exc:
-        raise UnavailableError(what, [f"its factory failed with {_said(exc)}"]) from exc
-    protocol = _PROTOCOLS.get(entry.port)
-    if protocol is not None and not isinstance(made, protocol):
-        asked = [member for member in vars(protocol) if not member.startswith("_")]
-        lacking = [member for member in asked if member not in dir(made)]
-        reason = f"requires a {protocol.__name__}, got {type(made).__name__}"
-        raise UnavailableError(what, [f"{reason} without {', '.join(lacking)}" if lacking else reason])
-    return made
+def reasons_of(exc: Qwen35Error) -> tuple[str, ...]:
+    """Why an adapter could not be made; at least one reason."""
+    return (exc.reasons if isinstance(exc, UnavailableError) else ()) or (str(exc),)
+
+
+def _too_old(platform: Platform, can: object) -> tuple[str, ...]:
+    """The reason against a GPU of a lower compute capability than ``can`` asks for; none: it is new enough, or none."""
+    if platform.device_type != "cuda" or not isinstance(can, Capabilities) or can.min_compute_capability is None:
+        return ()
+    return platform.below(can.min_compute_capability)
