@@ -1,7 +1,9 @@
 """The only place where our environment variables and files are read.
 
 Precedence: arguments, then environment (``QWEN35_GDN_DECODE`` and so on), then ``qwen35.toml`` in the working
-directory, then the defaults below. Settings are frozen; the container reads them once, when it is built.
+directory, then the defaults below. Settings are frozen; the container reads them once, when it is built. Each one knows
+where its value came from, for errors. Variables are read in any case; keys of the file are lower case, as the settings
+are, and names of adapters are as they are listed: another case is an error that names the nearest.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidationError, field_validator
+from pydantic import Field, PrivateAttr, TypeAdapter, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
@@ -55,13 +57,21 @@ class Settings(BaseSettings):
     sglang_untested: bool = Field(False, description="try a release of SGLang that no test has seen")
     sglang_strict: bool = Field(False, description="stop SGLang where seam or model do not fit; else it runs alone")
 
+    _origins: dict[str, str] = PrivateAttr(default_factory=dict)
+
     def __init__(self, **values: Any) -> None:
         """Raises ``UnknownNameError`` for a setting that does not exist and ``ConfigurationError`` for a value that is
         not valid or a file that cannot be read."""
         try:
             super().__init__(**values)
         except ValidationError as exc:
-            raise _translated(exc) from exc
+            raise _translated(exc, values) from exc
+        self._origins.update({name: _origin(name) for name in self.model_fields_set if name not in values})
+
+    def origin(self, name: str) -> str:
+        """Where the value of the setting ``name`` came from: "environment variable QWEN35_GDN_DECODE" or
+        "/path/qwen35.toml: gdn_decode"; "" for an argument or a default."""
+        return self._origins.get(name, "")
 
     @field_validator("gdn_fallback", "gdn_shadow", mode="before")
     @classmethod
@@ -71,7 +81,7 @@ class Settings(BaseSettings):
     @field_validator("gdn_fallback")
     @classmethod
     def _fallback_is_named(cls, value: str | None) -> str | None:
-        if value == "auto":
+        if value is not None and value.casefold() == "auto":
             raise ValueError(
                 "a fallback must be named (such as 'reference'), or be 'none'; 'auto' is a choice for the adapter that "
                 "serves, and would hide who serves what it refuses"
@@ -92,11 +102,15 @@ class Settings(BaseSettings):
             file_settings = TomlConfigSettingsSource(settings_cls)
         except (OSError, ValueError) as exc:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
             raise ConfigurationError(f"{FILE} of the working directory cannot be read as TOML: {exc}") from exc
+        for key in file_settings.toml_data:
+            if key not in cls.model_fields:  # in another case the pydantic releases part ways: some would read it
+                raise UnknownNameError("setting", key, cls.model_fields, _file())
         return init_settings, env_settings, file_settings
 
 
 def load_settings(base: Settings | None = None, **overrides: Any) -> Settings:
-    """Settings from the environment and file, or ``base``, with ``overrides`` on top.
+    """Settings from the environment and file, or ``base``, with ``overrides`` on top; what ``base`` says too keeps its
+    origin.
 
     Raises ``UnknownNameError`` for a setting that does not exist and ``ConfigurationError``, showing the value
     and what is allowed, for one that is not valid, for a file that cannot be read and a ``base`` of another type.
@@ -110,7 +124,12 @@ def load_settings(base: Settings | None = None, **overrides: Any) -> Settings:
             raise UnknownNameError("setting", name, Settings.model_fields)
     if base is None:
         _refuse_unknown_variables()
-    return Settings(**{**(base.model_dump() if base else {}), **overrides})
+        return Settings(**overrides)
+    before = base.model_dump()
+    settings = Settings(**{**before, **overrides})
+    after = settings.model_dump()
+    settings._origins.update({name: base.origin(name) for name in before if after[name] == before[name]})
+    return settings
 
 
 def sglang_switched_off() -> bool:
@@ -169,9 +188,24 @@ def _refuse_unknown_variables() -> None:
             raise UnknownNameError("environment variable", variable, known)
 
 
-def _translated(exc: ValidationError) -> ConfigurationError:
+def _file() -> str:
+    return str(Path(FILE).absolute())
+
+
+def _origin(name: str) -> str:
+    """Of a setting that was given, and not as an argument."""
+    for variable, value in os.environ.items():
+        if value and variable.upper() == (ENVIRONMENT_PREFIX + name).upper():
+            return f"environment variable {variable}"
+    return f"{_file()}: {name}"
+
+
+def _translated(exc: ValidationError, given: dict[str, Any]) -> ConfigurationError:
+    lines = []
     for error in exc.errors():
+        name = str(error["loc"][0])
         if error["type"] == "extra_forbidden":
-            return UnknownNameError("setting", str(error["loc"][0]), Settings.model_fields)
-    lines = [f"{'.'.join(map(str, e['loc']))} = {e['input']!r}: {e['msg']}" for e in exc.errors()]
+            return UnknownNameError("setting", name, Settings.model_fields)
+        origin = "" if name in given else f" ({_origin(name)})"
+        lines.append(f"{'.'.join(map(str, error['loc']))} = {error['input']!r}{origin}: {error['msg']}")
     return ConfigurationError("settings: " + "; ".join(lines))

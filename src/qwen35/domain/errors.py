@@ -40,13 +40,16 @@ class ConfigurationError(Qwen35Error, ValueError):
 
 
 class UnknownNameError(ConfigurationError):
-    """A name that is not known: ``kind`` of thing, the ``name`` given and the ``known`` ones."""
+    """A name that is not known: ``kind`` of thing, the ``name`` given, the ``known`` ones, and the ``origin`` of the
+    name where it was not given in the call. The nearest is found without regard to case."""
 
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        self.kind, self.name, self.known = kind, name, tuple(sorted(known))
-        nearest = difflib.get_close_matches(name, self.known, n=1, cutoff=0.4)
-        hint = f" Did you mean {nearest[0]!r}?" if nearest else ""
-        super().__init__(f"unknown {kind} {name!r}; known: {', '.join(self.known) or 'none'}.{hint}")
+    def __init__(self, kind: str, name: str, known: Iterable[str], origin: str = "") -> None:
+        self.kind, self.name, self.known, self.origin = kind, name, tuple(sorted(known)), origin
+        folded = {one.casefold(): one for one in self.known}
+        nearest = difflib.get_close_matches(name.casefold(), folded, n=1, cutoff=0.4)
+        hint = f" Did you mean {folded[nearest[0]]!r}?" if nearest else ""
+        where = f" ({origin})" if origin else ""
+        super().__init__(f"unknown {kind} {name!r}{where}; known: {', '.join(self.known) or 'none'}.{hint}")
 
 
 class ContractError(Qwen35Error, ValueError):
