@@ -113,6 +113,34 @@ class Drifting(Delegate):
         call.states[live.long()] *= 1.01
 
 
+class Widening(Delegate):
+    """Outputs are right and float32, whatever the tokens are."""
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        return super().decode(call).float()
+
+    def extend(self, call: ExtendCall) -> ExtendResult:
+        result = super().extend(call)
+        return replace(result, out=result.out.float())
+
+    def verify(self, call: VerifyCall) -> Tensor:
+        return super().verify(call).float()
+
+
+class Flattening(Delegate):
+    """Heads and widths of outputs are one dimension."""
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        return super().decode(call).flatten(-2)
+
+    def extend(self, call: ExtendCall) -> ExtendResult:
+        result = super().extend(call)
+        return replace(result, out=result.out.flatten(-2))
+
+    def verify(self, call: VerifyCall) -> Tensor:
+        return super().verify(call).flatten(-2)
+
+
 #: Dtypes of states and tokens of every plan and call that ``Recording`` was given.
 DTYPES: list[tuple[torch.dtype, torch.dtype]] = []
 
@@ -188,6 +216,8 @@ PLAIN = _entry("plain", Delegate)
 CLAMPING = _entry("clamping", Clamping)
 LOUD = _entry("loud", Loud)
 DRIFTING = _entry("drifting", Drifting)
+WIDENING = _entry("widening", Widening)
+FLATTENING = _entry("flattening", Flattening)
 RECORDING = _entry("recording", Recording)
 REVERSING = _entry("reversing", Reversing)
 INTERRUPTED = _entry("interrupted", Interrupted)

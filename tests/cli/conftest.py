@@ -63,7 +63,8 @@ def third_party(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: third-party-kernels\nVersion: 0.1\n")
     names = (
-        "plain", "clamping", "loud", "drifting", "recording", "reversing", "interrupted", "crashing", "fatal", "modest",
+        "plain", "clamping", "loud", "drifting", "widening", "flattening", "recording", "reversing", "interrupted",
+        "crashing", "fatal", "modest",
     )  # fmt: skip
     lines = [f"gated_delta_rule.{name} = cli_third_party:{name.upper()}" for name in names]
     lines.append("gated_delta_rule.gone = cli_third_party:NOWHERE")

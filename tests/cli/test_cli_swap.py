@@ -126,6 +126,28 @@ def test_an_adapter_with_right_outputs_and_wrong_states_is_over_its_bound_and_ne
         assert row["winner"] == "plain", row["label"]
 
 
+@pytest.mark.usefixtures("third_party")
+def test_an_output_of_another_dtype_or_shape_breaks_a_clause_in_every_phase(
+    run: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    words = ("--gdn", "widening,flattening,plain", "--dtype", "bfloat16")
+    result = swap(run, checkpoint, tmp_path / "out", *words)
+    assert result.exit_code == 0, result.output
+    report = load(tmp_path / "out")
+    assert {row["phase"] for row in report["rows"]} == {"decode", "extend", "verify"}
+    for row in report["rows"]:
+        widening, flattening, plain = row["results"]
+        assert widening["output_error"] <= widening["output_bound"], f"only its dtype is wrong: {row}"
+        for spoilt, got in ((widening, "float32 ["), (flattening, "bfloat16 [")):
+            (broken,) = spoilt["broken"]
+            assert broken["clause"] == "precision", row
+            assert "the output must be bfloat16 [" in broken["seen"], row
+            assert f"got {got}" in broken["seen"], row
+        assert not flattening["ran"], row
+        assert not plain["broken"], row
+        assert row["winner"] == "plain", row
+
+
 def test_percent_of_the_ceiling_is_the_floor_over_the_time(run: Any, checkpoint: Path, tmp_path: Path) -> None:
     words = ("--gdn", "reference,reference64", "--prefill", "", "--verify", "", "--decode-batches", "64,256")
     assert swap(run, checkpoint, tmp_path / "out", *words).exit_code == 0

@@ -58,7 +58,8 @@ class Experiment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One adapter on one row. ``reasons`` say why it did not run; then everything measured is None.
+    """One adapter on one row. ``reasons`` say why it did not run, or gave nothing that can be compared; then everything
+    measured is None.
 
     Errors are relative (Frobenius) against float64; infinite means that a result was not finite. ``broken`` are
     clauses seen broken here, ``deviations`` those that the adapter states it cannot keep.
@@ -194,8 +195,13 @@ def _measure(
     if not support:
         raise UnsupportedError(f"{row.label} by {name}", support.reasons)
     out = run_call(adapter, check)
+    form, comparable = _form(check, layout, out)
+    if not comparable:
+        reasons = ("its output cannot be compared",)
+        return Cell(row=row, adapter=name, reasons=reasons, broken=form, deviations=deviations)
     output_error, state_error = oracle_error(check, row, bench.truth, out)
     bound, broken = _judge(adapter, layout, row, output_error, state_error)
+    broken = form + broken
     if (name, row.phase) not in verdicts:
         verdicts[name, row.phase] = tuple(probe(adapter, row.phase, layout, experiment.seed + 1))
         adapter.prepare(layout.plan(row))
@@ -206,6 +212,20 @@ def _measure(
         row=row, adapter=name, timing=timing, ceiling=floor / timing.median_us, output_error=output_error,
         state_error=state_error, bound=bound, broken=broken + uncaptured, deviations=deviations,
     )  # fmt: skip
+
+
+def _form(call: TokenCall, layout: Layout, out: object) -> tuple[tuple[Broken, ...], bool]:
+    """What is wrong with the form of an output, and whether its values can be compared all the same.
+
+    A wider dtype than the tokens' has smaller errors, so that one would win by them.
+    """
+    wanted = f"the output must be {dtype_name(layout.token_dtype)} {list(call.v.shape)}"
+    if not isinstance(out, Tensor):
+        return (Broken(Clause.PRECISION, f"{wanted}, got {type(out).__name__}"),), False
+    comparable = out.shape == call.v.shape
+    if comparable and out.dtype == layout.token_dtype:
+        return (), True
+    return (Broken(Clause.PRECISION, f"{wanted}, got {dtype_name(out.dtype)} {list(out.shape)}"),), comparable
 
 
 def _judge(
