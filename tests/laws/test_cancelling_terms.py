@@ -3,6 +3,7 @@ its error is judged by those."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -82,8 +83,9 @@ def bench_of(make: Callable[[], Turning]) -> Bench:
 
 def laws() -> list[Any]:
     kit = Orthogonal()
-    every = [law for law in (*number_laws(kit), *sequence_laws(kit), *size_laws(kit)) if "2**31" not in law.name]
-    return [pytest.param(law, id=law.name) for law in every]
+    every = (*number_laws(kit), *sequence_laws(kit), *size_laws(kit))
+    # Far pools take gigabytes; softplus is of raw gates, by which here a state would outlive a token.
+    return [pytest.param(law, id=law.name) for law in every if not re.search(r"2\*\*31|softplus", law.name)]
 
 
 @pytest.mark.parametrize("law", laws())

@@ -196,7 +196,7 @@ def _raw_cases(kit: Kit, phase: Phase) -> Any:
 
 
 def _raw_gates(bench: Bench) -> tuple[str, ...]:
-    return () if GateKind.RAW in bench.adapter.capabilities.gates else ("raw gates are not offered",)
+    return () if GateKind.RAW in bench.limits.gates else ("raw gates are not offered",)
 
 
 def _checkpoints(bench: Bench) -> tuple[str, ...]:
