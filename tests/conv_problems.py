@@ -136,12 +136,6 @@ def copied(call: C, device: str | None = None) -> C:
     return replace(call, **changes)
 
 
-def relative_error(got: Tensor, oracle: Tensor) -> float:
-    """Frobenius, in float64; NaN where ``got`` has a NaN."""
-    difference = got.double() - oracle.to(got.device).double()
-    return float(difference.norm() / oracle.double().norm().clamp_min(1e-30))
-
-
 def same_bits(left: Tensor, right: Tensor) -> bool:
     """Equal bit by bit, NaN included."""
     whole = [t.contiguous().cpu().view(torch.uint8) if t.numel() else t.cpu() for t in (left, right)]

@@ -8,11 +8,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from conv_problems import ConvProblem, copied, fresh_seed, relative_error, same_bits
+from conv_problems import ConvProblem, copied, fresh_seed, same_bits
 from qwen35.adapters.reference.short_convolution import ReferenceShortConvolution
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import ClosedError, ShapeError, UnsupportedError, ValueRangeError
 from qwen35.ports.short_convolution import ConvCommitCall, ConvDecodeCall, ConvExtendCall, ConvPlan, ShortConvolution
+from qwen35.testing import relative_error
 
 EXACT = torch.finfo(torch.float64).eps * 64
 

@@ -21,7 +21,7 @@ from qwen35.ports.gated_delta_rule import (
 from qwen35.services.counters import Counters
 from qwen35.services.prometheus import prometheus_text
 from qwen35.services.shadow import Shadow, ShadowedGatedDeltaRule
-from qwen35.services.shadow_copy import relative_error
+from qwen35.services.shadow_copy import largest_error
 from qwen35.testing import Case
 from qwen35.testing.make import make_parts
 from shadow_bed import (
@@ -269,7 +269,7 @@ def test_errors_of_results_that_are_equal_zero_or_not_finite() -> None:
         ([[1.0]], [[0.0]], inf), ([[0.0]], [[0.0]], 0.0), ([[1.0, 0.0], [0.0, 0.5]], [[1.0, 0.0], [0.0, 1.0]], 0.5),
     ]  # fmt: skip
     for got, want, error in cases:
-        assert relative_error(torch.tensor(got), torch.tensor(want), 1) == pytest.approx(error), (got, want)
-    assert relative_error(torch.ones(2), torch.ones(3), 0) == inf
-    assert relative_error(None, torch.ones(3), 0) == inf
-    assert relative_error(None, None, 0) == 0.0
+        assert largest_error(torch.tensor(got), torch.tensor(want), 1) == pytest.approx(error), (got, want)
+    assert largest_error(torch.ones(2), torch.ones(3), 0) == inf
+    assert largest_error(None, torch.ones(3), 0) == inf
+    assert largest_error(None, None, 0) == 0.0

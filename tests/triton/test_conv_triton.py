@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from conv_problems import NAN, C, ConvProblem, copied, fresh_seed, refused, relative_error, same_bits
+from conv_problems import NAN, C, ConvProblem, copied, fresh_seed, refused, same_bits
 from qwen35.adapters.reference.short_convolution import ReferenceShortConvolution
 from qwen35.adapters.triton.short_convolution import TritonShortConvolution
 from qwen35.domain.capabilities import Phase
@@ -23,6 +23,7 @@ from qwen35.ports.short_convolution import (
     ShortConvolution,
 )
 from qwen35.ports.support import PHASE_OF, dtype_name
+from qwen35.testing import relative_error
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 #: Tokens, windows, weights: what engines use, and mixtures that the contract allows.

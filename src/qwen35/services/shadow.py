@@ -30,7 +30,7 @@ from qwen35.ports.gated_delta_rule import (
 from qwen35.ports.support import dtype_name
 from qwen35.services.counters import Counters
 from qwen35.services.devices import capturing
-from qwen35.services.shadow_copy import NULL_PLACE, CallCopy, copy_call, relative_error
+from qwen35.services.shadow_copy import NULL_PLACE, CallCopy, copy_call, largest_error
 
 logger = logging.getLogger("qwen35")
 
@@ -105,7 +105,7 @@ class Shadow:
             self._count("shadow_calls", phase)
             for what, got, want, lead in _pairs(copy, mine, returned):
                 limit = bound.output if what == "out" else bound.state
-                self._judge(phase, what, name, relative_error(got, want, lead), limit)
+                self._judge(phase, what, name, largest_error(got, want, lead), limit)
 
     def prepare(self, plan: GdnPlan) -> None:
         """Prepare the adapter for calls within ``plan`` on pools of copies; a refusal is counted."""

@@ -86,7 +86,7 @@ def copy_call(call: GdnCall) -> CallCopy:
     return CallCopy(call, copied, used, here, there)
 
 
-def relative_error(got: Tensor | None, want: Tensor | None, lead: int) -> float:
+def largest_error(got: Tensor | None, want: Tensor | None, lead: int) -> float:
     """The largest ``||got - want|| / ||want||`` (Frobenius) over the first ``lead`` dimensions; waits for the device.
 
     Equal values differ by nothing, NaN and infinite ones included. Infinite where only one is there, where shapes

@@ -12,7 +12,8 @@ from qwen35.testing.conformance import LawReport, LawStatus, iter_laws, laws_of,
 from qwen35.testing.kit import Kit, Parts, Served
 from qwen35.testing.law import Law
 from qwen35.testing.limits import Limits, Profile, limits_for
-from qwen35.testing.oracle import Truth, assert_close, relative_error, truth
+from qwen35.testing.measure import relative_error
+from qwen35.testing.oracle import Truth, assert_close, truth
 from qwen35.testing.tables import KITS, LAWS
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""Timing that can be trusted: warmed up, cold L2, medians, and a memory ceiling measured in the same run.
+"""Errors, and timing that can be trusted: warmed up, cold L2, medians, a memory ceiling measured in the same run.
 
 On a GPU a call that may be captured is timed by graph replay, any other by events around it while the device, which
 slept until all of it was queued, never waits for the host; on a CPU by the wall clock. Each timing is taken twice: a
@@ -7,6 +7,7 @@ difference smaller than ``Timing.spread_us`` is noise.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -185,14 +186,24 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * size / (timing.median_us * 1e-6)
 
 
-def relative_error(got: Tensor, oracle: Tensor) -> float:
-    """``||got - oracle|| / ||oracle||`` in float64; infinite where ``got`` is not finite."""
-    got, oracle = got.double(), oracle.double()
-    if not bool(torch.isfinite(got).all()):
-        return float("inf")
-    norm = float(oracle.norm())
-    difference = float((got - oracle).norm())
-    return difference if norm == 0.0 else difference / norm
+def relative_error(got: Tensor, want: Tensor, terms: Tensor | None = None) -> float:
+    """``||got - want|| / max(||want||, ||terms||)``, Frobenius, in float64; infinite where a value is not finite, and
+    where the divisor is 0 and the difference is not. ``terms`` (None: nothing cancels) are of the shape of ``want``:
+    see ``Kit.out_terms``. Compared where ``got`` lies.
+
+    Why the terms: let ``want = sum_i t_i``, and let each t_i be computed with a relative error d_i, ``|d_i| <= u``. The
+    error is ``sum_i t_i d_i``. What the d_i share (that of a gate or of a norm) scales the sum and costs at most
+    ``u |want|``. What they do not share adds up like a random walk, to ``u sqrt(sum_i t_i**2)``, however much of the
+    terms cancels in ``want``. So an adapter that rounds as its bound says keeps it against the larger of the two, and
+    may miss it against ``want`` alone, by any factor. Where little cancels the two are alike, and for terms of one sign
+    ``want`` is the larger; so only outputs that cancel are judged otherwise than by themselves.
+    """
+    reference = want.to(got.device, torch.float64)
+    difference = float((got.to(torch.float64) - reference).norm())
+    size = max(float(reference.norm()), 0.0 if terms is None else float(terms.norm()))
+    if difference == 0.0:
+        return 0.0
+    return difference / size if math.isfinite(difference) and size > 0.0 else math.inf
 
 
 def _affordable(repeats: int, microseconds: float) -> int:

@@ -14,6 +14,7 @@ from qwen35.container import adapter
 from qwen35.domain.capabilities import Phase
 from qwen35.ports.support import PHASE_OF
 from qwen35.testing.kit import Kit, Parts, serve
+from qwen35.testing.measure import relative_error
 
 ORACLE = "reference64"
 
@@ -121,31 +122,10 @@ def _nodes(parts: Parts, small: Parts) -> dict[tuple[int, int], Tensor]:
     return {(row, node): small.intermediates[row, node] for row in live for node in range(draft)}
 
 
-def relative_error(got: Tensor, want: Tensor, terms: Tensor | None = None) -> float:
-    """``||got - want|| / max(||want||, ||terms||)``, Frobenius, in float64; NaN where ``got`` has NaN; exact where the
-    divisor is 0. ``terms`` (None: nothing cancels) are of the shape of ``want``: see ``Kit.out_terms``.
-
-    Why the terms: let ``want = sum_i t_i``, and let each t_i be computed with a relative error d_i, ``|d_i| <= u``. The
-    error is ``sum_i t_i d_i``. What the d_i share (that of a gate or of a norm) scales the sum and costs at most
-    ``u |want|``. What they do not share adds up like a random walk, to ``u sqrt(sum_i t_i**2)``, however much of the
-    terms cancels in ``want``. So an adapter that rounds as its bound says keeps it against the larger of the two, and
-    may miss it against ``want`` alone, by any factor. Where little cancels the two are alike, and for terms of one sign
-    ``want`` is the larger; so only outputs that cancel are judged otherwise than by themselves.
-    """
-    reference = want.to(torch.float64)
-    difference = float((got.to(torch.float64) - reference).norm())
-    size = float(reference.norm())
-    if terms is not None:
-        size = max(size, float(terms.norm()))
-    if size == 0.0:
-        return difference if difference == 0.0 or difference != difference else float("inf")
-    return difference / size
-
-
 def assert_close(
     what: str, got: Tensor, want: Tensor, bound: float, context: object, terms: Terms | None = None
 ) -> None:
-    """Raise ``AssertionError`` where shapes differ or the relative error is over ``bound`` (or is NaN).
+    """Raise ``AssertionError`` where shapes differ or the relative error is over ``bound``.
 
     ``terms`` (None: nothing cancels) are asked for where the error is over ``bound`` against ``want`` alone.
     """
