@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from qwen35.container import build
-from qwen35.domain.errors import ConfigurationError, UnknownNameError
-from qwen35.settings import LaunchEnvironment, Settings, launch_environment, load_settings
+from qwen35.domain.errors import ConfigurationError, Qwen35Error, UnknownNameError
+from qwen35.settings import LaunchEnvironment, Settings, launch_environment, load_settings, sglang_switched_off
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +47,95 @@ def test_a_misspelt_variable_names_the_nearest(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("QWEN35_GDN_DECOD", "triton")
     with pytest.raises(UnknownNameError, match="Did you mean 'QWEN35_GDN_DECODE'"):
         load_settings()
+
+
+@pytest.mark.parametrize("key", ["GDN_DECODE", "Gdn_Decode", "SGLANG_PLUGIN"])
+def test_a_key_of_the_file_in_another_case_is_refused_and_names_the_nearest(tmp_path: Path, key: str) -> None:
+    (tmp_path / "qwen35.toml").write_text(f'{key} = "off"\n')
+    said = rf"unknown setting '{key}' \({re.escape(str(tmp_path))}/qwen35\.toml\).* Did you mean '{key.lower()}'\?"
+    for make in (load_settings, Settings):
+        with pytest.raises(UnknownNameError, match=said):
+            make()
+    assert not sglang_switched_off(), "a switch that cannot be read says nothing"
+
+
+def test_a_bad_value_says_where_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "qwen35.toml").write_text('dtype = "int4"\nchecked = "perhaps"\n')
+    with pytest.raises(ConfigurationError) as both:
+        load_settings(prefill_split="sometimes")
+    file = tmp_path / "qwen35.toml"
+    assert f"dtype = 'int4' ({file}: dtype): Input should be 'auto'" in str(both.value)
+    assert f"checked = 'perhaps' ({file}: checked): " in str(both.value)
+    assert "prefill_split = 'sometimes': Input" in str(both.value), "an argument needs no origin"
+    monkeypatch.setenv("QWEN35_DTYPE", "int8")
+    with pytest.raises(ConfigurationError, match=r"dtype = 'int8' \(environment variable QWEN35_DTYPE\): Input"):
+        load_settings(checked=True)
+
+
+def test_a_setting_knows_where_it_came_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "qwen35.toml").write_text('gdn_decode = "a"\ngdn_extend = "a"\nconv = "a"\n')
+    monkeypatch.setenv("qwen35_gdn_extend", "b")
+    monkeypatch.setenv("QWEN35_GDN_DECODE", "")  # as if it were not there
+    settings = load_settings(gdn_verify="c", conv="c")
+    expected = {
+        "gdn_decode": f"{tmp_path / 'qwen35.toml'}: gdn_decode", "gdn_extend": "environment variable qwen35_gdn_extend",
+        "gdn_verify": "", "conv": "", "finalize": "",
+    }  # fmt: skip
+    assert {name: settings.origin(name) for name in expected} == expected
+    again = load_settings(settings, gdn_decode="a", gdn_extend="d")
+    assert again.origin("gdn_decode") == expected["gdn_decode"], "the same value"
+    assert again.origin("gdn_extend") == ""
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "kind", "meant"),
+    [
+        ("gdn_decode", "Auto", "gated_delta_rule adapter", "auto"),
+        ("gdn_extend", "TRITON", "gated_delta_rule adapter", "triton"),
+        ("gdn_fallback", "Reference", "gated_delta_rule adapter", "reference"),
+        ("gdn_shadow", "Reference:0.5", "gated_delta_rule adapter", "reference"),
+        ("conv", "AUTO", "short_convolution adapter", "auto"),
+        ("finalize", "Off", "finalize_fusion adapter", "off"),
+    ],
+)
+@pytest.mark.parametrize("variable", [True, False])
+def test_a_name_in_another_case_is_refused_and_names_what_was_meant_and_where_it_stood(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: bool, setting: str, value: str, kind: str, meant: str
+) -> None:
+    if variable:
+        monkeypatch.setenv(f"QWEN35_{setting.upper()}", value)
+        where = f"environment variable QWEN35_{setting.upper()}"
+    else:
+        (tmp_path / "qwen35.toml").write_text(f'{setting} = "{value}"\n')
+        where = f"{tmp_path / 'qwen35.toml'}: {setting}"
+    with pytest.raises(UnknownNameError) as refused:
+        build(device="cpu")
+    said = str(refused.value)
+    assert said.startswith(f"unknown {kind} {value.partition(':')[0]!r} ({where}); known: "), said
+    assert meant in refused.value.known
+    assert said.endswith(f"Did you mean {meant!r}?")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "said"),
+    [
+        ("gdn_decode", "flashinfer", "gated_delta_rule adapter 'flashinfer' ({}): device requires cuda"),
+        ("gdn_fallback", "flashinfer", "gated_delta_rule adapter 'flashinfer' ({}): device requires cuda"),
+        ("gdn_fallback", "Auto", "settings: gdn_fallback = 'Auto' ({}): Value error, a fallback must be named"),
+        ("gdn_shadow", "reference", "gdn_shadow must be 'ADAPTER:RATE'"),
+        ("device", "gpu", "device must be 'auto', 'cpu', 'cuda' or 'cuda:N', got 'gpu' ({})"),
+    ],
+)
+def test_what_cannot_be_had_says_where_it_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, setting: str, value: str, said: str
+) -> None:
+    monkeypatch.setenv("QWEN35_DEVICE", "cpu")
+    monkeypatch.setenv(f"QWEN35_{setting.upper()}", value)
+    where = f"environment variable QWEN35_{setting.upper()}"
+    with pytest.raises(Qwen35Error) as refused:
+        build()
+    assert str(refused.value).startswith(said.format(where))
+    assert str(refused.value).count(where) == 1
 
 
 def test_a_misspelt_line_of_the_file_is_refused(tmp_path: Path) -> None:

@@ -10,7 +10,13 @@ from dependency_injector import containers, providers
 
 from qwen35.domain.errors import ConfigurationError
 from qwen35.ports.adapter import AdapterEntry
-from qwen35.services.assembly import make_finalize, make_gated_delta_rule, make_registry, make_short_convolution
+from qwen35.services.assembly import (
+    make_finalize,
+    make_gated_delta_rule,
+    make_platform,
+    make_registry,
+    make_short_convolution,
+)
 from qwen35.services.counters import Counters
 from qwen35.services.finalize_registry import PROCESS_WORKSPACES
 from qwen35.services.platform import detect_platform
@@ -23,7 +29,7 @@ class Container(containers.DeclarativeContainer):
 
     settings = providers.Dependency(instance_of=Settings)
     extra_adapters = providers.Object(())
-    platform = providers.Singleton(detect_platform, settings.provided.device)
+    platform = providers.Singleton(make_platform, settings)
     counters = providers.Singleton(Counters)
     registry = providers.Singleton(make_registry, settings, platform, extra_adapters)
     gated_delta_rule = providers.Singleton(make_gated_delta_rule, settings, registry, counters)

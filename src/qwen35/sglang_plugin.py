@@ -47,7 +47,7 @@ from qwen35.domain.errors import (
     UnavailableError,
     UnsupportedError,
 )
-from qwen35.services.assembly import make_registry
+from qwen35.services.assembly import make_platform, make_registry
 from qwen35.services.finalize_agreement import PROCESS_AGREEMENTS, Agreements
 from qwen35.services.finalize_fusion import OFF
 from qwen35.services.platform import detect_platform
@@ -131,7 +131,7 @@ def _stop(mirror: PrometheusMirror) -> None:
 def refuse_impossible(settings: Settings) -> None:
     """Raise for an adapter that the settings name and that does not exist or cannot be used on this machine."""
     if named_adapters(settings) or settings.conv != AUTO:
-        first = next(impossible(settings, make_registry(settings, detect_platform(settings.device), ())), None)
+        first = next(impossible(settings, make_registry(settings, make_platform(settings), ())), None)
         if first is not None:
             raise first
 
@@ -146,7 +146,7 @@ def explain(model: str = "") -> str:
             release=installed_release(), problems=(SWITCHED_OFF,), platform=detect_platform(), choices=(), fallback=None
         )
     settings = load_settings()
-    registry = make_registry(settings, detect_platform(settings.device), ())
+    registry = make_registry(settings, make_platform(settings), ())
     facts = read_model(Path(model)) if model else None
     found, release = installed_release(), None
     problems: tuple[str, ...] = ("SGLang is not installed",)

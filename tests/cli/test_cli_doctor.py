@@ -56,6 +56,7 @@ def test_each_kind_of_adapter_is_summed_up_in_words_of_its_port(run: Any) -> Non
         ("gdn_fallback", "reference", True, "serves what the chosen adapter refuses"),
         ("gdn_fallback", "refrence", False, "build() would fail: unknown gated_delta_rule adapter 'refrence'"),
         ("gdn_fallback", "triton", False, "device requires cuda"),
+        ("gdn_decode", "Auto", False, "Did you mean 'auto'?"),
         ("gdn_shadow", "refrence64:0.1", False, "build() would fail: "),
         ("finalize", "off", True, "off"),
         ("finalize", "reference", True, "the first usable here"),
@@ -67,10 +68,10 @@ def test_each_kind_of_adapter_is_summed_up_in_words_of_its_port(run: Any) -> Non
     ],
 )
 def test_doctor_says_of_every_setting_what_build_does(
-    run: Any, setting: str, value: str, builds: bool, said: str
+    run: Any, monkeypatch: pytest.MonkeyPatch, setting: str, value: str, builds: bool, said: str
 ) -> None:
-    env = {f"QWEN35_{setting.upper()}": value, "TRITON_INTERPRET": "0"}
-    result = run("doctor", "--json", "--device", "cpu", env=env)
+    monkeypatch.setenv(f"QWEN35_{setting.upper()}", value)
+    result = run("doctor", "--json", "--device", "cpu", env={"TRITON_INTERPRET": "0"})
     assert result.exit_code == (0 if builds else 1), result.output
     report = json.loads(result.stdout)
     (choice,) = [c for c in report["choices"] if c["setting"] == setting]
@@ -80,11 +81,13 @@ def test_doctor_says_of_every_setting_what_build_does(
     assert report["build"]["ok"] is builds
     assert bool(report["build"]["reason"]) is not builds
     if builds:
-        qwen35.build(device="cpu", **{setting: value})
+        qwen35.build(device="cpu")
         return
     with pytest.raises(Qwen35Error) as refused:
-        qwen35.build(device="cpu", **{setting: value})
+        qwen35.build(device="cpu")
     assert str(refused.value) == report["build"]["reason"]
+    for reason in (choice["reason"], report["build"]["reason"]):
+        assert reason.count(f"(environment variable QWEN35_{setting.upper()})") == 1, reason
 
 
 @pytest.mark.parametrize(

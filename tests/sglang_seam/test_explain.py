@@ -96,6 +96,43 @@ def test_what_does_not_exist_is_an_error_of_both(
 
 
 @pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("gdn_decode", "Auto", "Did you mean 'auto'"),
+        ("gdn_verify", "flashinfer", "device requires cuda"),
+        ("gdn_shadow", "reference", "must be 'ADAPTER:RATE'"),
+        ("finalize", "OFF", "Did you mean 'off'"),
+        ("device", "gpu", "device must be 'auto'"),
+        ("dtype", "int4", "Input should be 'auto'"),
+    ],
+)
+def test_an_error_names_the_file_and_key_that_it_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: str, says: str
+) -> None:
+    if setting == "device":
+        monkeypatch.delenv("QWEN35_DEVICE")
+    more = "" if setting == "gdn_decode" else 'gdn_decode = "reference"\n'
+    (tmp_path / "qwen35.toml").write_text(f'{setting} = "{value}"\n{more}')
+    with pytest.raises(SystemExit) as ended:
+        sglang_plugin.register()
+    try:
+        explained = sglang_plugin.explain()
+    except ConfigurationError as exc:
+        explained = str(exc)
+    for text in (str(ended.value), explained):
+        assert f"({tmp_path / 'qwen35.toml'}: {setting})" in text
+        assert says in text
+
+
+def test_a_switch_in_another_case_is_no_switch_and_no_silence(tmp_path: Path) -> None:
+    (tmp_path / "qwen35.toml").write_text("SGLANG_PLUGIN = false\n")
+    with pytest.raises(SystemExit, match=r"unknown setting 'SGLANG_PLUGIN'.*Did you mean 'sglang_plugin'"):
+        sglang_plugin.register()
+    with pytest.raises(UnknownNameError, match="Did you mean 'sglang_plugin'"):
+        sglang_plugin.explain()
+
+
+@pytest.mark.parametrize(
     ("variable", "value"),
     [
         ("QWEN35_GDN_DECODE", "triton"),

@@ -49,16 +49,16 @@ class BuildFacts(TypedDict):
 
 def choices(registry: AdapterRegistry, settings: Settings) -> list[ChoiceFacts]:
     """One entry a setting."""
-    extend = _chosen(registry, "gdn_extend", _RULE, settings.gdn_extend, Phase.EXTEND)
+    extend = _chosen(registry, settings, "gdn_extend", _RULE, Phase.EXTEND)
     return [
-        _chosen(registry, "gdn_decode", _RULE, settings.gdn_decode, Phase.DECODE),
+        _chosen(registry, settings, "gdn_decode", _RULE, Phase.DECODE),
         extend,
         _prefill_split(settings, extend["adapter"]),
-        _chosen(registry, "gdn_verify", _RULE, settings.gdn_verify, Phase.VERIFY),
-        _fallback(registry, settings.gdn_fallback),
+        _chosen(registry, settings, "gdn_verify", _RULE, Phase.VERIFY),
+        _fallback(registry, settings),
         _shadow(registry, settings),
-        _chosen(registry, "conv", _CONVOLUTION, settings.conv),
-        _finalize(registry, settings.finalize),
+        _chosen(registry, settings, "conv", _CONVOLUTION),
+        _finalize(registry, settings),
     ]
 
 
@@ -83,10 +83,14 @@ def _facts(setting: str, port: str, requested: str, reason: str, *, ok: bool = T
 
 
 def _chosen(
-    registry: AdapterRegistry, setting: str, port: str, requested: str, phase: Phase | None = None
+    registry: AdapterRegistry, settings: Settings, setting: str, port: str, phase: Phase | None = None
 ) -> ChoiceFacts:
+    from qwen35.services.named import named_by
+
+    requested = settings.model_dump()[setting]
     try:
-        choice = registry.choose(port, requested, phase)
+        with named_by(settings, setting):
+            choice = registry.choose(port, requested, phase)
     except Qwen35Error as exc:
         return _facts(setting, port, requested, f"build() would fail: {exc}", ok=False)
     facts = _facts(setting, port, requested, choice.reason)
@@ -105,12 +109,15 @@ def _prefill_split(settings: Settings, extends: str | None) -> ChoiceFacts:
     return facts
 
 
-def _fallback(registry: AdapterRegistry, requested: str | None) -> ChoiceFacts:
-    setting = "gdn_fallback"
+def _fallback(registry: AdapterRegistry, settings: Settings) -> ChoiceFacts:
+    from qwen35.services.named import named_by
+
+    setting, requested = "gdn_fallback", settings.gdn_fallback
     if requested is None:
         return _facts(setting, _RULE, "none", "no fallback: what the chosen adapter refuses is an error")
     try:
-        registry.adapter(_RULE, requested)
+        with named_by(settings, setting):
+            registry.adapter(_RULE, requested)
     except Qwen35Error as exc:
         return _facts(setting, _RULE, requested, f"build() would fail: {exc}", ok=False)
     facts = _facts(setting, _RULE, requested, "serves what the chosen adapter refuses")
@@ -136,20 +143,23 @@ def _shadow(registry: AdapterRegistry, settings: Settings) -> ChoiceFacts:
     return facts
 
 
-def _finalize(registry: AdapterRegistry, requested: str) -> ChoiceFacts:
+def _finalize(registry: AdapterRegistry, settings: Settings) -> ChoiceFacts:
     """What the service's own choice says of an example as far as this process sees alone: in ``prepare`` all ranks
     agree on it."""
     from qwen35.domain.finalize_capabilities import DeviceFacts
     from qwen35.services.finalize_agreement import Alone
     from qwen35.services.finalize_choice import choose_fusion
     from qwen35.services.finalize_fusion import OFF
+    from qwen35.services.named import named_by
 
+    requested = settings.finalize
     if requested == OFF:
         return _facts("finalize", _FINALIZE, requested, f"off: no layer ends in the fused finalize{_policy(requested)}")
     asked = _example(registry)
     example = f"{_EXAMPLE} on {asked.tp_size} ranks, up to {asked.max_m} tokens"
     try:
-        choice = choose_fusion(registry, requested, asked, DeviceFacts(device=asked.device), Alone())
+        with named_by(settings, "finalize"):
+            choice = choose_fusion(registry, requested, asked, DeviceFacts(device=asked.device), Alone())
     except UnavailableError as exc:
         reason = f"build() works, prepare() among ranks would fail for {example}"
         facts = _facts("finalize", _FINALIZE, requested, reason, ok=False)

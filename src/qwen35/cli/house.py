@@ -31,10 +31,9 @@ def settings_in_force(device: str = "", **overrides: Any) -> Settings:
 
 def open_registry(settings: Settings) -> AdapterRegistry:
     """Every installed adapter, on the settings' device. Raises ``ConfigurationError`` for one that is not there."""
-    from qwen35.services.assembly import make_registry
-    from qwen35.services.platform import detect_platform
+    from qwen35.services.assembly import make_platform, make_registry
 
-    return make_registry(settings, detect_platform(settings.device), ())
+    return make_registry(settings, make_platform(settings), ())
 
 
 def make_folder(option: str, folder: Path) -> None:

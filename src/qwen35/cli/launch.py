@@ -30,6 +30,7 @@ def joined(settings: Settings) -> Iterator[tuple[Settings, TensorParallel]]:
     import torch
     import torch.distributed as dist
 
+    from qwen35.services.assembly import make_platform
     from qwen35.services.platform import detect_platform
 
     if settings.device.startswith("cuda:"):
@@ -37,7 +38,7 @@ def joined(settings: Settings) -> Iterator[tuple[Settings, TensorParallel]]:
             f"device must be cuda where {launch.world_size} ranks run (each takes a GPU of its own), "
             f"got {settings.device}"
         )
-    on_gpu = detect_platform(settings.device).device_type == "cuda"
+    on_gpu = make_platform(settings).device_type == "cuda"
     device = f"cuda:{launch.local_rank}" if on_gpu else "cpu"
     detect_platform(device)  # a rank without a GPU is refused before it joins
     if on_gpu:

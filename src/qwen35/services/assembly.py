@@ -15,6 +15,8 @@ from qwen35.services.counters import Counters
 from qwen35.services.finalize_fusion import FinalizeService
 from qwen35.services.finalize_registry import WorkspaceRegistry
 from qwen35.services.gated_delta_rule import GatedDeltaRuleService, ScratchHoldingService
+from qwen35.services.named import named_by
+from qwen35.services.platform import detect_platform
 from qwen35.services.registry import AdapterRegistry
 from qwen35.services.shadow import Shadow, ShadowedGatedDeltaRule
 from qwen35.services.short_convolution import ShortConvolutionService
@@ -22,6 +24,12 @@ from qwen35.settings import Settings
 
 #: An adapter that needs no more than a tensor element's own alignment needs no guard.
 NATURAL_ALIGNMENT = 1
+
+
+def make_platform(settings: Settings) -> Platform:
+    """The machine, as the settings' device selects it. Raises ``ConfigurationError`` for a device that is not there."""
+    with named_by(settings, "device"):
+        return detect_platform(settings.device)
 
 
 def make_registry(settings: Settings, platform: Platform, extra: Iterable[AdapterEntry]) -> AdapterRegistry:
@@ -37,15 +45,20 @@ def make_gated_delta_rule(settings: Settings, registry: AdapterRegistry, counter
     requested = {
         Phase.DECODE: settings.gdn_decode, Phase.EXTEND: settings.gdn_extend, Phase.VERIFY: settings.gdn_verify,
     }  # fmt: skip
-    names = {phase: registry.choose(port, name, phase).name for phase, name in requested.items()}
+    names = {}
+    for phase, name in requested.items():
+        with named_by(settings, f"gdn_{phase}"):
+            names[phase] = registry.choose(port, name, phase).name
     if settings.gdn_fallback is not None:
-        registry.choose(port, settings.gdn_fallback)
+        with named_by(settings, "gdn_fallback"):
+            registry.choose(port, settings.gdn_fallback)
     made: dict[str, GatedDeltaRule] = {
         name: guarded(name, registry.adapter(port, name), counters)
         for name in {*names.values(), *filter(None, [settings.gdn_fallback])}
     }
     if settings.gdn_shadow is not None:
-        shadow = make_shadow(parse_shadow(settings.gdn_shadow), registry, counters)
+        with named_by(settings, "gdn_shadow"):
+            shadow = make_shadow(parse_shadow(settings.gdn_shadow), registry, counters)
         made = {name: ShadowedGatedDeltaRule(name, adapter, shadow) for name, adapter in made.items()}
     fallback = None if settings.gdn_fallback is None else (settings.gdn_fallback, made[settings.gdn_fallback])
     adapters = {phase: (name, made[name]) for phase, name in names.items()}
@@ -80,7 +93,8 @@ def make_short_convolution(
 ) -> ShortConvolutionService:
     """The service over the adapter that the settings name, or the best usable one."""
     port = short_convolution.PORT
-    name = registry.choose(port, settings.conv).name
+    with named_by(settings, "conv"):
+        name = registry.choose(port, settings.conv).name
     return ShortConvolutionService(name, registry.adapter(port, name), counters, settings.checked)
 
 
@@ -88,4 +102,5 @@ def make_finalize(
     settings: Settings, registry: AdapterRegistry, counters: Counters, workspaces: WorkspaceRegistry
 ) -> FinalizeService:
     """The service of the fused finalize; which adapter it takes, all ranks agree on in ``prepare``."""
-    return FinalizeService(registry, settings.finalize, workspaces, counters, settings.checked)
+    with named_by(settings, "finalize"):
+        return FinalizeService(registry, settings.finalize, workspaces, counters, settings.checked)

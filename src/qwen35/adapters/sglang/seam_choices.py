@@ -25,6 +25,7 @@ from qwen35.ports.support import plan_support
 from qwen35.services.finalize_choice import PORT as FUSION
 from qwen35.services.finalize_fusion import OFF
 from qwen35.services.gated_delta_rule import PORT
+from qwen35.services.named import named_by
 from qwen35.services.registry import AUTO, AdapterRegistry
 from qwen35.services.short_convolution import PORT as CONVOLUTION
 from qwen35.settings import Settings
@@ -50,13 +51,20 @@ def requested_fusion(settings: Settings) -> str | None:
     return None if settings.finalize in (AUTO, OFF) else settings.finalize
 
 
-def named_adapters(settings: Settings) -> list[tuple[str, str]]:
-    """(port, name) of every adapter that the settings name and a launch would make; ``ConfigurationError`` for a shadow
-    that is not spelt as one."""
-    shadow = None if settings.gdn_shadow is None else parse_shadow(settings.gdn_shadow).adapter
-    names = {*requested_phases(settings).values(), *filter(None, [settings.gdn_fallback, shadow])}
+def named_adapters(settings: Settings) -> dict[tuple[str, str], str]:
+    """(port, name) of every adapter that the settings name and a launch would make, and the first setting that names
+    it; ``ConfigurationError`` for a shadow that is not spelt as one."""
+    named = {f"gdn_{phase}": name for phase, name in requested_phases(settings).items()}
+    if settings.gdn_fallback is not None:
+        named["gdn_fallback"] = settings.gdn_fallback
+    if settings.gdn_shadow is not None:
+        with named_by(settings, "gdn_shadow"):
+            named["gdn_shadow"] = parse_shadow(settings.gdn_shadow).adapter
+    found: dict[tuple[str, str], str] = {}
+    for setting, name in sorted(named.items(), key=lambda item: item[1]):
+        found.setdefault((PORT, name), setting)
     fusion = requested_fusion(settings)
-    return [*((PORT, name) for name in sorted(names)), *([] if fusion is None else [(FUSION, fusion)])]
+    return found if fusion is None else found | {(FUSION, fusion): "finalize"}
 
 
 def impossible(settings: Settings, registry: AdapterRegistry) -> Iterator[UnavailableError]:
@@ -65,11 +73,16 @@ def impossible(settings: Settings, registry: AdapterRegistry) -> Iterator[Unavai
     Raises ``UnknownNameError`` for one that does not exist, also for the convolution's, which nothing here would use.
     """
     if settings.conv != AUTO:
-        registry.entry(CONVOLUTION, settings.conv)
-    for port, name in named_adapters(settings):
-        support = registry.usable(port, name)
-        if not support:
-            yield UnavailableError(f"{port} adapter {name!r}", support.reasons)
+        with named_by(settings, "conv"):
+            registry.entry(CONVOLUTION, settings.conv)
+    for (port, name), setting in named_adapters(settings).items():
+        try:
+            with named_by(settings, setting):
+                support = registry.usable(port, name)
+                if not support:
+                    raise UnavailableError(f"{port} adapter {name!r}", support.reasons)
+        except UnavailableError as exc:
+            yield exc
 
 
 def phase_choices(
