@@ -89,3 +89,20 @@ def test_a_refusal_ends_every_rank(run: Any, checkpoint: Path) -> None:
         result = run("generate", checkpoint, "--token-ids", "1", *words, env=environment)
         assert result.exit_code == 2, result.output
         assert said in result.stderr, result.stderr
+
+
+def test_one_rank_alone_refuses_an_adapter_that_fuses_but_not_a_setting_that_names_one(
+    run: Any, checkpoint: Path, tmp_path: Path
+) -> None:
+    words = ("generate", checkpoint, *WORDS[:2], "--max-new-tokens", "1", "--device", "cpu", *REFERENCE)
+    for launch in ({}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}):
+        refused = run(*words, "--finalize", "reference", "--logits", "logits.safetensors", env=launch)
+        assert refused.exit_code == 2, refused.output
+        assert "--finalize reference fuses what several ranks do together, got one rank" in refused.stderr
+        assert "torchrun --nproc-per-node 2" in refused.stderr
+        assert not (tmp_path / "logits.safetensors").exists()
+    for word in ("auto", "off"):
+        assert run(*words, "--finalize", word).exit_code == 0
+    assert run(*words, env={"QWEN35_FINALIZE": "reference"}).exit_code == 0
+    (tmp_path / "qwen35.toml").write_text('finalize = "reference"\n')
+    assert run(*words).exit_code == 0

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from qwen35.cli import parse
-from qwen35.cli.house import DEVICE_HELP, refuse_unwritable, settings_in_force
+from qwen35.cli.house import DEVICE_HELP, open_registry, refuse_unwritable, settings_in_force
 from qwen35.cli.launch import joined
 from qwen35.cli.screen import errors, output
 from qwen35.domain.errors import ConfigurationError
@@ -68,7 +68,9 @@ def generate(
     gdn_extend: str = typer.Option("", help="Adapter for prefill."),
     gdn_verify: str = typer.Option("", help="Adapter for verify."),
     conv: str = typer.Option("", help="Adapter of the short convolution."),
-    finalize: str = typer.Option("", help="Adapter of the fused finalize, among ranks that torchrun started; or off."),
+    finalize: str = typer.Option(
+        "", help="Adapter of the fused finalize, among ranks that torchrun started (refused for one alone); or off."
+    ),
     device: str = typer.Option("", help=DEVICE_HELP),
     dtype: str = typer.Option("", help="float32, bfloat16, float16; default: bfloat16 on a GPU, else float32."),
     compare: str = typer.Option("", help="Run this adapter of the gated delta rule on the same tokens, compare."),
@@ -87,6 +89,7 @@ def generate(
         device, gdn_decode=gdn_decode, gdn_extend=gdn_extend, gdn_verify=gdn_verify, conv=conv, finalize=finalize,
         dtype=dtype,
     )  # fmt: skip
+    refuse_fusion_alone(finalize, chosen)
     sampling = Sampling(temperature=temperature, top_p=top_p, top_k=top_k, seed=seed)
     if logits is not None and launch_environment().rank == 0:
         refuse_unwritable("--logits", logits)
@@ -138,6 +141,25 @@ def prompt_of(prompt: str, token_ids: str) -> str | tuple[int, ...]:
             )
         ids.append(int(word))
     return tuple(ids)
+
+
+def refuse_fusion_alone(name: str, settings: Settings) -> None:
+    """Raise ``ConfigurationError`` where ``--finalize`` names an adapter and this process has no other rank: nothing
+    would be fused. A setting may name one all the same: it may be meant for other commands too."""
+    from qwen35.services.finalize_choice import PORT
+    from qwen35.services.finalize_fusion import OFF
+    from qwen35.services.named import named_by
+    from qwen35.services.registry import AUTO
+    from qwen35.settings import launch_environment
+
+    if name in ("", AUTO, OFF) or launch_environment().world_size > 1:
+        return
+    with named_by(settings, "finalize"):
+        open_registry(settings).entry(PORT, name)
+    raise ConfigurationError(
+        f"--finalize {name} fuses what several ranks do together, got one rank, which has nothing to fuse; leave it "
+        "out, or start the ranks: torchrun --nproc-per-node 2 -m qwen35 generate ..."
+    )
 
 
 def gated_delta_rule_by(adapter: str) -> dict[str, Any]:
