@@ -66,13 +66,18 @@ while True:
 
 
 def gathered(directory: Path) -> str:
-    """What SGLang's HTTP process does when it is scraped."""
-    from prometheus_client import CollectorRegistry, generate_latest
-    from prometheus_client.multiprocess import MultiProcessCollector
+    """What SGLang's own HTTP route answers when it is scraped."""
+    from fastapi import FastAPI
+    from fastapi.testclient import TestClient
+    from sglang.srt.utils import add_prometheus_middleware
 
-    registry = CollectorRegistry()
-    MultiProcessCollector(registry, path=str(directory))
-    return generate_latest(registry).decode()
+    app = FastAPI()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PROMETHEUS_MULTIPROC_DIR", str(directory))
+        add_prometheus_middleware(app)
+        answer = TestClient(app).get("/metrics")
+    assert answer.status_code == 200
+    return str(answer.text)
 
 
 def launched(directory: Path, *places: tuple[int, int, int | None]) -> dict[str, float]:
