@@ -19,6 +19,7 @@ import torch
 
 from qwen35.adapters.sglang import seam
 from qwen35.adapters.sglang.seam_choices import (
+    fusion_choice,
     impossible,
     named_adapters,
     part_lines,
@@ -32,6 +33,7 @@ from qwen35.adapters.sglang.seam_faults import end_scheduler, reported
 from qwen35.adapters.sglang.seam_finalize import FinalizeSeam
 from qwen35.adapters.sglang.seam_fusion import FusionSeam
 from qwen35.adapters.sglang.seam_gdn import GdnSeam
+from qwen35.adapters.sglang.seam_loading import left_out
 from qwen35.adapters.sglang.seam_metrics import PrometheusMirror, metrics_wanted
 from qwen35.adapters.sglang.seam_model import read_model
 from qwen35.adapters.sglang.seam_moved import our_half
@@ -136,15 +138,30 @@ def refuse_impossible(settings: Settings) -> None:
             raise first
 
 
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What a launch would do, in words, and whether it ``ends`` for what it was asked."""
+
+    text: str
+    ends: bool
+
+
 def explain(model: str = "") -> str:
+    """The text of ``explained``, which see."""
+    return explained(model).text
+
+
+def explained(model: str = "") -> Explanation:
     """What the plugin would do on this machine with the settings in force, for the model directory ``model``.
 
     Imports SGLang, to check its names. Raises ``ConfigurationError`` for settings or a directory that cannot be read.
     """
-    if sglang_switched_off():
-        return explain_text(
-            release=installed_release(), problems=(SWITCHED_OFF,), platform=detect_platform(), choices=(), fallback=None
+    absent = [*([SWITCHED_OFF] if sglang_switched_off() else []), *left_out()]
+    if absent:  # nothing else of ours is read, so nothing can end the launch
+        text = explain_text(
+            release=installed_release(), problems=absent, platform=detect_platform(), choices=(), fallback=None
         )
+        return Explanation(text, ends=False)
     settings = load_settings()
     registry = make_registry(settings, make_platform(settings), ())
     facts = read_model(Path(model)) if model else None
@@ -159,11 +176,15 @@ def explain(model: str = "") -> str:
     ends = [str(exc) for exc in impossible(settings, registry)]
     if problems and found is not None and settings.sglang_strict:
         ends.append("QWEN35_SGLANG_STRICT is set")
-    return explain_text(
-        release=found, problems=problems, platform=registry.platform, choices=phase_choices(settings, registry, facts),
+    fits = None if problems else release
+    choices = phase_choices(settings, registry, facts)
+    text = explain_text(
+        release=found, problems=problems, platform=registry.platform, choices=choices,
         fallback=settings.gdn_fallback, model=None if facts is None else facts.line(), ends=ends,
-        parts=[] if release is None or problems else part_lines(settings, registry, release, facts),
+        parts=[] if fits is None else part_lines(settings, registry, fits, facts),
     )  # fmt: skip
+    parts = [*choices, fusion_choice(settings, registry, fits, facts)] if fits is not None else []
+    return Explanation(text, ends=bool(ends) or any(part.ends for part in parts))
 
 
 def _release(settings: Settings) -> Release | None:

@@ -12,12 +12,14 @@ import pytest
 import torch
 from seam_machine import Machine, start
 from test_install import pretend_release
+from typer.testing import CliRunner
 
 from fakes import FakeGatedDeltaRule, fake_entry
 from qwen35 import sglang_plugin
 from qwen35.adapters.sglang import seam
 from qwen35.adapters.sglang.seam_choices import IDLE, phase_choices
 from qwen35.adapters.sglang.seam_model import ModelFacts
+from qwen35.cli.main import app
 from qwen35.domain.capabilities import Capabilities, Phase
 from qwen35.domain.errors import ConfigurationError, UnknownNameError
 from qwen35.domain.geometry import GdnGeometry
@@ -319,3 +321,26 @@ def test_an_unknown_name_lists_the_known_ones(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("QWEN35_CONV", "tritn")
     with pytest.raises(UnknownNameError, match="Did you mean 'triton'"):
         sglang_plugin.explain()
+
+
+@pytest.mark.parametrize(
+    ("variables", "code", "says"),
+    [
+        ({}, 0, "SGLang's own kernel"),
+        ({"QWEN35_GDN_DECODE": "reference"}, 0, "decode: reference"),
+        ({"QWEN35_SGLANG_PLUGIN": "off", "QWEN35_GDN_DECODE": "triton"}, 0, "not installed"),
+        ({"QWEN35_GDN_DECODE": "triton"}, 1, "the launch ends: gated_delta_rule adapter 'triton'"),
+        ({"QWEN35_FINALIZE": "reference", "QWEN35_SGLANG_STRICT": "1"}, 1, "; the launch ends (QWEN35_SGLANG_STRICT)"),
+        ({"QWEN35_GDN_DECODE": "nobody"}, 2, "unknown gated_delta_rule adapter 'nobody'"),
+        ({"QWEN35_DTYPE": "int4"}, 2, "(environment variable QWEN35_DTYPE)"),
+    ],
+)
+def test_the_exit_code_says_whether_a_launch_would_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], code: int, says: str
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    (tmp_path / "config.json").write_text(json.dumps(TEXT | {"model_type": "qwen3_5_text"}))
+    result = CliRunner().invoke(app, ["sglang", "explain", "--model", str(tmp_path)])
+    assert result.exit_code == code, result.output
+    assert says in result.output

@@ -59,3 +59,33 @@ def test_a_switch_that_cannot_be_read_ends_the_launch(monkeypatch: pytest.Monkey
     monkeypatch.setenv("QWEN35_SGLANG_PLUGIN", "perhaps")
     with pytest.raises(SystemExit, match="sglang_plugin = 'perhaps'"):
         sglang_plugin.register()
+
+
+@pytest.mark.parametrize(
+    "value", [None, "", "none", "qwen35", "other, qwen35 ", "other,,", ",", " ", "QWEN35", "qwen35.sglang_plugin"]
+)
+def test_explain_says_whether_sglangs_loader_would_load_the_plugin(
+    monkeypatch: pytest.MonkeyPatch, value: str | None
+) -> None:
+    from sglang.srt.plugins import GENERAL_PLUGINS_GROUP, load_plugins_by_group
+
+    monkeypatch.setenv("QWEN35_GDN_DECODE", "reference")
+    if value is None:
+        monkeypatch.delenv("SGLANG_PLUGINS", raising=False)
+    else:
+        monkeypatch.setenv("SGLANG_PLUGINS", value)
+    loaded = "qwen35" in load_plugins_by_group(GENERAL_PLUGINS_GROUP)
+    text = sglang_plugin.explain()
+    assert (f"not installed: SGLANG_PLUGINS = {value!r} does not name qwen35" in text) is not loaded, text
+    assert ("SGLang runs as if the plugin were not there" in text) is not loaded, text
+    assert ("decode: reference" in text) is loaded, text
+
+
+def test_what_sglang_does_not_load_cannot_end_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "none")
+    monkeypatch.setenv("QWEN35_SGLANG_PLUGIN", "off")
+    monkeypatch.setenv("QWEN35_GDN_DECODE", "nobody")
+    said = sglang_plugin.explained()
+    assert not said.ends
+    for why in ("QWEN35_SGLANG_PLUGIN is off", "SGLANG_PLUGINS = 'none' does not name qwen35"):
+        assert f"not installed: {why}" in said.text

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from qwen35.services.registry import AdapterRegistry
     from qwen35.settings import Settings
 
+#: A command did its work and its answer is no: each says in its help what that is.
+EXIT_FINDING = 1
 #: As a shell counts a process that Ctrl-C ended.
 EXIT_INTERRUPTED = 130
 #: What every ``--device`` option says of itself.

@@ -142,7 +142,7 @@ def part_lines(
     why = unrouted if facts is None else facts.unrouted
     routed = bool(requested_phases(settings)) and why is None
     return [
-        *_fusion_choice(settings, registry, release, facts).lines(), relay_line("relay" in release.targets),
+        *fusion_choice(settings, registry, release, facts).lines(), relay_line("relay" in release.targets),
         shadow_line(settings.gdn_shadow, routed), *idle_lines(settings),
     ]  # fmt: skip
 
@@ -154,9 +154,10 @@ def idle_lines(settings: Settings) -> list[str]:
     return [idle_line(name, values[name], IDLE[name]) for name in set_ones]
 
 
-def _fusion_choice(
+def fusion_choice(
     settings: Settings, registry: AdapterRegistry, release: Release, facts: ModelFacts | None
 ) -> FusionChoice:
+    """Who serves all-reduce, residual and norm."""
     named = requested_fusion(settings)
     machine: tuple[str, ...] = () if named is None else registry.usable(FUSION, named).reasons
     model: tuple[str, ...] = ()

@@ -35,6 +35,11 @@ class PhaseChoice:
         return self.adapter is not None and self.unrouted is None
 
     @property
+    def ends(self) -> bool:
+        """Whether the launch ends for the reasons against the adapter."""
+        return bool(self.reasons) and self.then.startswith(ENDS)
+
+    @property
     def variable(self) -> str:
         """The environment variable that chooses."""
         return f"QWEN35_GDN_{self.phase.upper()}"
@@ -63,6 +68,11 @@ class FusionChoice:
     reasons: tuple[str, ...] = ()
     then: str = ENDS
     refused_switch: str | None = None
+
+    @property
+    def ends(self) -> bool:
+        """Whether the launch ends for the reasons against the adapter."""
+        return bool(self.reasons) and self.then.startswith(ENDS)
 
     def lines(self) -> list[str]:
         """One line, and one more for SGLang's switch."""
