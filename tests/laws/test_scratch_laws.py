@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ import qwen35
 from qwen35.adapters.reference.gated_delta_rule import ReferenceGatedDeltaRule
 from qwen35.domain.capabilities import Clause, Phase, Support
 from qwen35.ports.adapter import AdapterEntry, HoldsScratch
-from qwen35.ports.gated_delta_rule import DecodeCall, GdnPlan
+from qwen35.ports.gated_delta_rule import DecodeCall, GdnCall, GdnPlan
 from qwen35.testing import KITS, LAWS, Bench, LawReport, LawStatus, Profile, limits_for, run_law
 from qwen35.testing.capture_laws import BOUNDED
+from qwen35.testing.refusal_laws import WIDENS
 
 PORT = "gated_delta_rule"
 PLANNED = 1000
@@ -55,7 +57,72 @@ class Greedy(Holding):
         self.scratch_bytes = 2 * PLANNED
 
 
-KINDS: dict[str, type[Mute]] = {kind.__name__.lower(): kind for kind in (Mute, Holding, Swelling, Greedy)}
+class Shrinking(Holding):
+    """Gives back what a later plan does not ask for, and takes it again for the call that needs it."""
+
+    def prepare(self, plan: GdnPlan) -> None:
+        super().prepare(plan)
+        self.scratch_bytes = self.scratch_bound = PLANNED * plan.max_batch * plan.max_tokens * max(1, plan.max_draft)
+
+
+class Regrowing(Holding):
+    """Makes its scratch anew, and larger, for the first call after a plan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.plans = 0
+
+    def prepare(self, plan: GdnPlan) -> None:
+        super().prepare(plan)
+        self.plans += 1
+        self.scratch_bound = 2**40
+        self.scratch_bytes = max(PLANNED, self.scratch_bytes)
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        self.scratch_bytes = PLANNED * self.plans
+        return super().decode(call)
+
+
+class Forgetful(Mute):
+    """Refuses what the latest plan does not hold, whatever was planned before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = 2**30
+
+    def prepare(self, plan: GdnPlan) -> None:
+        super().prepare(plan)
+        self.rows = plan.max_batch
+
+    def supports(self, call: GdnCall) -> Support:
+        many = call.slots.shape[0] > self.rows
+        return Support.of("more rows than were planned") if many else super().supports(call)
+
+
+class Mixing(Mute):
+    """After a second plan of one geometry outputs are a tenth too large."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before: GdnPlan | None = None
+        self.wrong = False
+
+    def prepare(self, plan: GdnPlan) -> None:
+        super().prepare(plan)
+        self.wrong = self.before is not None and self.before.geometry == plan.geometry
+        self.before = plan
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        return super().decode(call).mul_(1.1 if self.wrong else 1.0)
+
+
+#: What each adapter that forgets a plan is told by the law.
+UNPLANNED: dict[type[Mute], str] = {
+    Shrinking: "a smaller plan turned ", Regrowing: "a planned call turned ",
+    Forgetful: "after a smaller plan a planned call is refused: more rows than",
+    Mixing: "out: relative error 0.1 exceeds ",
+}  # fmt: skip
+KINDS: dict[str, type[Mute]] = {kind.__name__.lower(): kind for kind in (Mute, Holding, Swelling, Greedy, *UNPLANNED)}
 
 
 def entry(name: str) -> AdapterEntry:
@@ -70,9 +137,11 @@ def service(decode: str, extend: str | None = None, fallback: str | None = None)
     ).gated_delta_rule()  # fmt: skip
 
 
-def judged(subject: Any, phase: Phase = Phase.DECODE) -> LawReport:
-    (law,) = (law for law in LAWS[PORT][Clause.CAPTURE] if law.name == f"{phase}: {BOUNDED}")
-    return run_law(law, Bench(subject, KITS[PORT], "cpu", limits_for(subject.capabilities, Profile.CPU)), examples=3)
+def judged(subject: Any, phase: Phase = Phase.DECODE, name: str = BOUNDED, examples: int = 3) -> LawReport:
+    clause = Clause.REFUSAL if name == WIDENS else Clause.CAPTURE
+    (law,) = (law for law in LAWS[PORT][clause] if law.name == f"{phase}: {name}")
+    bench = Bench(subject, KITS[PORT], "cpu", limits_for(subject.capabilities, Profile.CPU))
+    return run_law(replace(law, most_examples=None), bench, examples=examples)
 
 
 @pytest.mark.parametrize("name", ["swelling", "greedy"])
@@ -84,6 +153,21 @@ def test_an_adapter_that_holds_more_than_its_bound_breaks_the_law(name: str, wra
     assert report.reason.startswith(
         f"after {after} {held} bytes of scratch are held, and the bound is {PLANNED}; Case("
     )
+
+
+@pytest.mark.parametrize("kind", UNPLANNED, ids=lambda kind: kind.__name__.lower())
+@pytest.mark.parametrize("wrapped", [False, True], ids=["bare", "behind the service"])
+def test_an_adapter_that_forgets_a_plan_breaks_the_law(kind: type[Mute], wrapped: bool) -> None:
+    report = judged(service(kind.__name__.lower()) if wrapped else kind(), name=WIDENS, examples=20)
+    assert report.status is LawStatus.FAILED, str(report)
+    assert report.reason.startswith(UNPLANNED[kind]), str(report)
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_plans_of_an_adapter_that_keeps_them_hold_whether_it_says_what_it_holds_or_not(phase: Phase) -> None:
+    for subject in (Holding(), Mute(), service("holding")):
+        report = judged(subject, phase, WIDENS)
+        assert report.status is LawStatus.PASSED, str(report)
 
 
 @pytest.mark.parametrize("phase", Phase)

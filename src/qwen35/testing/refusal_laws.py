@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from qwen35.domain.capabilities import Clause, GateKind, Phase
 from qwen35.domain.errors import ClosedError, ContractError, Qwen35Error, UnsupportedError
+from qwen35.ports.adapter import HoldsScratch
 from qwen35.ports.support import PHASE_OF
 from qwen35.testing.bench import Bench, Refused, Trial
+from qwen35.testing.capture_laws import changed
 from qwen35.testing.case import Case, GdnSizes
 from qwen35.testing.kit import Kit, serve
 from qwen35.testing.law import Law
@@ -20,6 +22,9 @@ from qwen35.testing.limits import Limits
 from qwen35.testing.slot_laws import law
 from qwen35.testing.spoil import Spoil, spoils_of
 from qwen35.testing.strategies import Wish, cases
+
+#: A plan promises that what it holds is not refused later on.
+WIDENS = "a smaller plan takes nothing away"
 
 
 def nothing_written(trial: Trial) -> None:
@@ -89,6 +94,33 @@ def _plan(trial: Trial) -> None:
             raise AssertionError(f"a refusal needs a reason; {trial.case}") from refused
 
 
+def plans_widen(bench: Bench, case: Case[Any]) -> None:
+    """After a smaller plan a call within the first one is served as before, and needs nothing that it did not have.
+
+    Of scratch that is said where the adapter says what it holds: neither the smaller plan nor the second call changes
+    it. Engines plan for several users and then capture: what a plan took back would be made inside capture.
+    """
+    adapter, trial = bench.adapter, bench.trial(case)
+    bench.prepare(case)
+    bench.run(trial.call)
+    held = _scratch(adapter)
+    plan = bench.kit.plan(case, bench.place, bench.limits.null_slot)
+    adapter.prepare(replace(plan, max_batch=1, max_tokens=1, max_draft=0))
+    assert _scratch(adapter) == held, f"a smaller plan turned {held} of scratch into {_scratch(adapter)}; {case}"
+    trial.load(bench.trial(changed(bench, case, 1)))
+    adapter.refresh_parameters()
+    support = adapter.supports(trial.call)
+    assert support, f"after a smaller plan a planned call is refused: {'; '.join(support.reasons)}; {case}"
+    want = trial.truth()
+    trial.matches(bench.run(trial.call), want)
+    assert _scratch(adapter) == held, f"a planned call turned {held} of scratch into {_scratch(adapter)}; {case}"
+
+
+def _scratch(adapter: object) -> tuple[int, ...]:
+    """Bytes held and their bound; nothing where the adapter does not say."""
+    return (adapter.scratch_bytes, adapter.scratch_bound) if isinstance(adapter, HoldsScratch) else ()
+
+
 def closed(bench: Bench, case: Case[Any]) -> None:
     """``close`` is idempotent, and a later call raises ``ClosedError`` and writes nothing."""
     assert bench.make is not None
@@ -147,6 +179,7 @@ def refusal_laws(kit: Kit) -> list[Law]:
             odd = law(kit, Clause.REFUSAL, phase, "an option is honoured or refused with a reason",
                       unsupported_options)  # fmt: skip
             laws.append(replace(odd, cases=_odd(kit, phase)))
+        laws.append(law(kit, Clause.REFUSAL, phase, WIDENS, plans_widen, Wish(tree=None), most_examples=5))
         laws.append(law(kit, Clause.REFUSAL, phase, "a closed adapter refuses", closed, needs=_own_instance,
                         most_examples=2))  # fmt: skip
     return laws
