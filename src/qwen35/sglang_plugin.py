@@ -183,8 +183,10 @@ def explained(model: str = "") -> Explanation:
         fallback=settings.gdn_fallback, model=None if facts is None else facts.line(), ends=ends,
         parts=[] if fits is None else part_lines(settings, registry, fits, facts),
     )  # fmt: skip
-    parts = [*choices, fusion_choice(settings, registry, fits, facts)] if fits is not None else []
-    return Explanation(text, ends=bool(ends) or any(part.ends for part in parts))
+    verdicts = [bool(ends)]
+    if fits is not None:
+        verdicts += [fusion_choice(settings, registry, fits, facts).ends, *(choice.ends for choice in choices)]
+    return Explanation(text, ends=any(verdicts))
 
 
 def _release(settings: Settings) -> Release | None:

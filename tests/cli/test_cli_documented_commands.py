@@ -160,6 +160,14 @@ def test_doctor_and_a_small_swap_run_as_documented(run: Any, tmp_path: Path) -> 
     assert (tmp_path / "swap" / "swap.json").is_file()
 
 
+@pytest.mark.parametrize("words", [("doctor",), ("swap",), ("conform",), ("sglang", "explain")])
+def test_help_says_what_the_exit_codes_mean(run: Any, words: tuple[str, ...]) -> None:
+    told = " ".join(run(*words, "--help").stdout.split())
+    assert "exit code 1 where" in told.lower()
+    codes = " ".join(run("--help").stdout.split())
+    assert re.search("Exit codes: 0, done; 1, done, and the answer is no.*; 2, an error: .*; 130, Ctrl-C", codes)
+
+
 def test_the_help_lists_every_command() -> None:
     group = typer.main.get_command(app)
     assert set(group.commands) == set(COMMANDS)  # type: ignore[attr-defined]

@@ -17,6 +17,7 @@ import pytest
 
 from qwen35.cli.parse import token_dtype
 from qwen35.cli.swap import Request, make_rows
+from qwen35.cli.swap_show import error_text, time_text
 from qwen35.domain.errors import UnknownNameError
 
 SMALL = ("--device", "cpu", "--decode-batches", "1,3", "--prefill", "1x5,2x3", "--verify", "2x3", "--repeats", "2")
@@ -94,7 +95,7 @@ def test_the_recorded_command_repeats_the_experiment(run: Any, checkpoint: Path,
 def test_a_spoilt_adapter_never_wins_and_its_clause_is_named(run: Any, checkpoint: Path, tmp_path: Path) -> None:
     names = "clamping,loud,modest,crashing,plain"
     result = swap(run, checkpoint, tmp_path / "out", "--gdn", names, "--prefill", "", "--verify", "")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     report = load(tmp_path / "out")
     found = results(report, "decode 3")
     assert {b["clause"] for b in found["clamping"]["broken"]} >= {"padding"}
@@ -113,7 +114,7 @@ def test_an_adapter_with_right_outputs_and_wrong_states_is_over_its_bound_and_ne
     run: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
     result = swap(run, checkpoint, tmp_path / "out", "--gdn", "drifting,plain")
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     report = load(tmp_path / "out")
     for row in report["rows"]:
         drifting, plain = row["results"]
@@ -132,7 +133,7 @@ def test_an_output_of_another_dtype_or_shape_breaks_a_clause_in_every_phase(
 ) -> None:
     words = ("--gdn", "widening,flattening,plain", "--dtype", "bfloat16")
     result = swap(run, checkpoint, tmp_path / "out", *words)
-    assert result.exit_code == 0, result.output
+    assert result.exit_code == 1, result.output
     report = load(tmp_path / "out")
     assert {row["phase"] for row in report["rows"]} == {"decode", "extend", "verify"}
     for row in report["rows"]:
@@ -224,6 +225,38 @@ def test_an_adapter_that_cannot_run_here_is_shown_with_its_reason(run: Any, chec
     assert not found["triton"]["ran"]
     assert found["triton"]["reasons"]
     assert found["triton"]["time_us"] is None
+
+
+def test_a_row_that_nobody_wins_is_a_finding(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    words = ("--gdn", "triton", "--prefill", "", "--verify", "", "--decode-batches", "1")
+    result = swap(run, checkpoint, tmp_path / "out", *words)
+    assert result.exit_code == 1, result.output
+    assert "decode 1: nobody" in result.stdout
+    assert not load(tmp_path / "out")["interrupted"]
+    assert swap(run, checkpoint, tmp_path / "out", *words).exit_code == 2, "refused is not found"
+
+
+@pytest.mark.usefixtures("third_party")
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_value_is_cut_at_any_width(run: Any, checkpoint: Path, tmp_path: Path, columns: int) -> None:
+    words = [str(word) for word in (checkpoint, *SMALL)]
+    result = run("swap", "--model", *words, "--gdn", "drifting,reference64,plain", "--out", tmp_path / "out",
+                 env={"COLUMNS": str(columns)})  # fmt: skip
+    table = result.stdout.partition("decode 1: ")[0].splitlines()
+    assert max(map(len, table)) <= columns, result.stdout
+    assert "\N{HORIZONTAL ELLIPSIS}" not in result.stdout
+    for row in load(tmp_path / "out")["rows"]:
+        for at, measured in enumerate(row["results"]):
+            values = (
+                measured["adapter"], time_text(measured), f"{measured['percent_of_ceiling']:.3g} %",
+                error_text(measured["output_error"]), error_text(measured["state_error"]),
+            )  # fmt: skip
+            whole = r"\s+".join(map(re.escape, values))
+            broke = r"\s+precision" if columns > 80 and measured["broken"] else ""
+            before = rf"{re.escape(row['label'])}\s+" if at == 0 else r"\s+"
+            shown = re.search(before + whole + broke + r"\s*$", "\n".join(table), re.MULTILINE)
+            assert shown, (columns, values, result.stdout)
+    assert "drifting, decode: broke precision: state error" in result.stdout
 
 
 def test_without_matplotlib_there_is_no_plot_and_it_says_so(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ import pytest
 from torch import Tensor
 
 from qwen35.cli.swap_fusion import FusionRequest, experiment_of, measure, shapes_of, sizes_of
+from qwen35.cli.swap_show import error_text, time_text
 from qwen35.domain.capabilities import Support
 from qwen35.domain.finalize import FinalizeHandoff
 from qwen35.domain.finalize_capabilities import FusionCapabilities, FusionClause
@@ -65,6 +67,40 @@ def test_two_ranks_run_the_same_cells_and_one_of_them_writes(tmp_path: Path, see
     assert result.stdout.count("wrote out/swap.json") == 1, result.stdout
     assert result.stdout.count("triton: did not run: rank 1: device requires cuda, got cpu") == 1, result.stdout
     assert (tmp_path / "out" / "swap.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_row_that_nobody_wins_is_a_finding_that_the_rank_tells_which_shows_it(tmp_path: Path) -> None:
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "qwen35", "swap")
+    words = ("--fusion", "triton", "--tokens", "1", "--hidden", "64", "--device", "cpu", "--repeats", "1")
+    result = subprocess.run(
+        [sys.executable, *launcher, *words, "--out", "out"], cwd=tmp_path, timeout=240, capture_output=True, text=True,
+        env=os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert result.returncode == 1, result.stderr
+    assert "local_rank: 0" in result.stderr
+    assert "local_rank: 1" not in result.stderr
+    assert "nobody" in result.stdout
+    assert (tmp_path / "out" / "swap.png").is_file()
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_no_value_is_cut_at_any_width(
+    tmp_path: Path, seed: int, columns: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    _, report, _ = alone(tmp_path, seed, "loud", "unfinished")
+    out = capsys.readouterr().out
+    table = out.partition(f"{report['rows'][0]['label']}: ")[0]
+    assert max(map(len, table.splitlines())) <= columns, out
+    assert "\N{HORIZONTAL ELLIPSIS}" not in out
+    for row in report["rows"]:
+        for measured in row["results"]:
+            values = (
+                measured["adapter"], time_text(measured), error_text(measured["norm_error"]),
+                error_text(measured["residual_error"]), "alike",
+            )  # fmt: skip
+            assert re.search(r"\s+".join(map(re.escape, values)), table), (values, out)
+    assert "loud: broke precision" in out
 
 
 @pytest.mark.parametrize(
@@ -168,7 +204,7 @@ def alone(folder: Path, seed: int, *kinds: str) -> tuple[bool, dict[str, Any], d
     registry = AdapterRegistry(detect_platform("cpu"), None, [entry(kind) for kind in kinds])
     request = replace(TINY, seed=seed)
     experiment = experiment_of(request, registry, (*kinds, "reference"), shapes_of(request), sizes_of(request))
-    finished = measure(request, experiment, registry, TensorParallel(), folder)
+    finished = not measure(request, experiment, registry, TensorParallel(), folder)["interrupted"]
     assert PROCESS_WORKSPACES.live is None
     assert all(maker.live == 0 for maker in made.values())
     return finished, load(folder), made

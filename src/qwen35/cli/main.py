@@ -49,6 +49,8 @@ def _interrupted() -> typer.Exit:
 app = typer.Typer(
     name="qwen35", cls=_Group, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
     help="Qwen3.5 on kernels you choose, and the choice proved.",
+    epilog="Exit codes: 0, done; 1, done, and the answer is no: a command's own help says what that is; 2, an error: "
+    "words, settings or files that cannot be taken, or work that failed; 130, Ctrl-C.",
 )  # fmt: skip
 app.command(cls=FrameworkCommand)(doctor.doctor)
 app.command(cls=FrameworkCommand)(swap.swap)

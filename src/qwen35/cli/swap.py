@@ -15,6 +15,7 @@ import typer
 from qwen35.cli import parse
 from qwen35.cli.house import (
     DEVICE_HELP,
+    EXIT_FINDING,
     EXIT_INTERRUPTED,
     make_folder,
     open_registry,
@@ -22,14 +23,12 @@ from qwen35.cli.house import (
     replace_file,
     settings_in_force,
 )
-from qwen35.cli.screen import errors, output, progress_bar
+from qwen35.cli.screen import errors, progress_bar
 from qwen35.cli.swap_fusion import DOCUMENT, INTERRUPTED, INTERRUPTED_EARLY, SIZES, FusionRequest, swap_fusion
-from qwen35.cli.swap_show import error_text, time_text, winners_table, write_plot
+from qwen35.cli.swap_show import error_text, finding, show_winners, time_text, write_plot
 from qwen35.domain.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from qwen35.domain.geometry import GdnGeometry
     from qwen35.services.registry import AdapterRegistry
     from qwen35.testing.swap import Experiment, Progress
@@ -100,7 +99,10 @@ def swap(
         False, "--overwrite", help="Replace the swap.json that --out holds; without it such a folder is refused."
     ),
 ) -> None:
-    """Run adapters on the same calls: error against float64, time, memory ceiling, broken clauses, winner."""
+    """Run adapters on the same calls: error against float64, time, memory ceiling, broken clauses, winner.
+
+    Exit code 1 where an adapter broke a clause that it does not state, or a row has no winner.
+    """
     if model is not None and geometry:
         raise ConfigurationError("--model and --geometry each give a geometry, got both: leave one out")
     request = Request(
@@ -111,13 +113,14 @@ def swap(
     folder = out or Path("runs") / f"swap-{datetime.now(UTC):%Y-%m-%dT%H-%M-%S}"
     refuse_existing("--out", [folder / DOCUMENT], overwrite)
     if fusion:
-        finished = swap_fusion(_fusion_request(request, fusion, tokens, hidden, top_k), folder)
+        code = swap_fusion(_fusion_request(request, fusion, tokens, hidden, top_k), folder)
     elif tokens or hidden is not None or top_k is not None:
         raise ConfigurationError("--tokens, --hidden and --top-k are of the fused finalize: give --fusion too")
     else:
-        finished = not measure(request, folder)["interrupted"]
-    if not finished:
-        raise typer.Exit(EXIT_INTERRUPTED)
+        report = measure(request, folder)
+        code = EXIT_INTERRUPTED if report["interrupted"] else EXIT_FINDING if finding(report, broken_clauses) else 0
+    if code:
+        raise typer.Exit(code)
 
 
 def _fusion_request(request: Request, fusion: str, tokens: str, hidden: int | None, top_k: int | None) -> FusionRequest:
@@ -190,7 +193,7 @@ def measure(request: Request, folder: Path) -> dict[str, Any]:
 
 
 def _show(report: dict[str, Any], path: Path, picture: Path) -> None:
-    output().print(table(report))
+    show_table(report)
     for line in remarks(report):
         typer.echo(line)
     typer.echo(f"wrote {path}")
@@ -240,10 +243,10 @@ def _plot(report: dict[str, Any], path: Path) -> None:
     write_plot(plot, report, path)
 
 
-def table(report: dict[str, Any]) -> Table:
-    """The rich table of a swap document: the winner of each row in green."""
+def show_table(report: dict[str, Any]) -> None:
+    """Print the table of a swap document: the winner of each row in green."""
     g, copy = report["geometry"], report["copy_gb_per_s"]
-    return winners_table(
+    show_winners(
         report,
         title=f"{g['name']}, tp {g['tp']}: HV/H {g['value_heads']}/{g['key_heads']}, {report['state_dtype']} state",
         caption=f"{report['device']['name']}, copy {copy or '-'} GB/s. +-: between rounds. Errors: against float64.",
@@ -265,10 +268,15 @@ def remarks(report: dict[str, Any]) -> list[str]:
     return lines + list(dict.fromkeys(seen))
 
 
+def broken_clauses(result: dict[str, Any]) -> list[str]:
+    """The clauses that an adapter was seen to break, each once."""
+    return list(dict.fromkeys(broken["clause"] for broken in result["broken"]))
+
+
 def _cells(result: dict[str, Any]) -> tuple[str, ...]:
     if not result["ran"]:
         return "-", "-", "-", "-", "did not run"
-    broke = list(dict.fromkeys(broken["clause"] for broken in result["broken"]))
+    broke = broken_clauses(result)
     broke += [f"{deviation.partition(':')[0]} (stated)" for deviation in result["deviations"]]
     return (
         time_text(result), f"{result['percent_of_ceiling']:.3g} %", error_text(result["output_error"]),

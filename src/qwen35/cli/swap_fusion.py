@@ -12,16 +12,21 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from qwen35.cli import parse
-from qwen35.cli.house import make_folder, open_registry, replace_file, settings_in_force
+from qwen35.cli.house import (
+    EXIT_FINDING,
+    EXIT_INTERRUPTED,
+    make_folder,
+    open_registry,
+    replace_file,
+    settings_in_force,
+)
 from qwen35.cli.launch import joined
-from qwen35.cli.screen import errors, output, progress_bar
-from qwen35.cli.swap_show import error_text, time_text, winners_table, write_plot
+from qwen35.cli.screen import errors, progress_bar
+from qwen35.cli.swap_show import error_text, finding, show_winners, time_text, write_plot
 from qwen35.domain.errors import ConfigurationError
 from qwen35.domain.geometry import public_geometry
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from qwen35.model import TensorParallel
     from qwen35.services.registry import AdapterRegistry
     from qwen35.testing.swap_fusion import FusionExperiment, FusionProgress, FusionShape
@@ -67,8 +72,9 @@ class FusionRequest:
         return shlex.join(words)
 
 
-def swap_fusion(request: FusionRequest, folder: Path) -> bool:
-    """Measure on the ranks that torchrun started; whether the experiment ran to its end.
+def swap_fusion(request: FusionRequest, folder: Path) -> int:
+    """Measure on the ranks that torchrun started; the exit code. A finding is rank 0's alone to tell, which shows it:
+    torchrun stops the other ranks as soon as one of them ends with a code.
 
     Everything is parsed, and every adapter known, before ranks join. Raises ``ConfigurationError`` for a process
     alone, saying how to start several.
@@ -87,7 +93,10 @@ def swap_fusion(request: FusionRequest, folder: Path) -> bool:
     with joined(settings) as (own, ranks):
         registry = open_registry(own)
         experiment = experiment_of(request, registry, adapters, shapes, sizes)
-        return measure(request, experiment, registry, ranks, folder)
+        report = measure(request, experiment, registry, ranks, folder)
+    if report["interrupted"]:
+        return EXIT_INTERRUPTED
+    return EXIT_FINDING if ranks.rank == 0 and finding(report, broken_clauses) else 0
 
 
 def _adapters(request: FusionRequest, registry: AdapterRegistry) -> tuple[str, ...]:
@@ -147,8 +156,9 @@ def experiment_of(
 def measure(
     request: FusionRequest, experiment: FusionExperiment, registry: AdapterRegistry, ranks: TensorParallel,
     folder: Path,
-) -> bool:  # fmt: skip
-    """Run the experiment; rank 0 shows it and writes ``folder``/swap.json after every cell, swap.png at the end.
+) -> dict[str, Any]:  # fmt: skip
+    """Run the experiment; the document. Rank 0 shows it and writes ``folder``/swap.json after every cell, swap.png at
+    the end.
 
     So whatever ends the run (Ctrl-C, a lost rank, a kill), the cells measured so far are there, marked interrupted;
     where there are none, an earlier document stays as it was.
@@ -178,9 +188,10 @@ def measure(
     finally:
         keep()
         registry.close()
+    whole = report()
     if speaks and progress.cells:
-        _show(report(), path, folder / "swap.png")
-    return finished
+        _show(whole, path, folder / "swap.png")
+    return whole
 
 
 def _run(
@@ -200,16 +211,16 @@ def _run(
 def _show(report: dict[str, Any], path: Path, picture: Path) -> None:
     from qwen35.testing.swap_fusion_report import plot
 
-    output().print(table(report))
+    show_table(report)
     for line in remarks(report):
         typer.echo(line)
     typer.echo(f"wrote {path}")
     write_plot(plot, report, picture)
 
 
-def table(report: dict[str, Any]) -> Table:
-    """The rich table of a document: the winner of each row in green."""
-    return winners_table(
+def show_table(report: dict[str, Any]) -> None:
+    """Print the table of a document: the winner of each row in green."""
+    show_winners(
         report,
         title=f"fused finalize, {report['ranks']} ranks, {report['token_dtype']}",
         caption=f"{report['device']['name']}. The slowest rank's time, +- between rounds; the worst rank's errors, "
@@ -228,14 +239,20 @@ def remarks(report: dict[str, Any]) -> list[str]:
         for result in row["results"]:
             who = result["adapter"]
             seen += [f"{who}: did not run: {reason}" for reason in result["reasons"]]
+            seen += [f"{who}: broke {clause}" for clause in broken_clauses(result)]
             seen += [f"{who}: states that it cannot keep {why}" for why in result["deviations"]]
     return lines + list(dict.fromkeys(seen))
+
+
+def broken_clauses(result: dict[str, Any]) -> list[str]:
+    """The clauses that an adapter was seen to break."""
+    return list(result["broken"])
 
 
 def _cells(result: dict[str, Any]) -> tuple[str, ...]:
     if not result["ran"]:
         return "-", "-", "-", "-", "did not run"
-    broke = result["broken"] + [f"{why.partition(':')[0]} (stated)" for why in result["deviations"]]
+    broke = broken_clauses(result) + [f"{why.partition(':')[0]} (stated)" for why in result["deviations"]]
     return (
         time_text(result), error_text(result["norm_error"]), error_text(result["residual_error"]),
         "alike" if result["bits_agree"] else "differ", ", ".join(broke),
