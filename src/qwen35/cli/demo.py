@@ -82,10 +82,10 @@ def _logits_file(folder: Path, adapter: str) -> Path:
 
 
 def _run(folder: Path, seed: int) -> None:
-    from qwen35.services.platform import detect_platform
+    from qwen35.services.assembly import make_platform
 
     settings = settings_in_force(dtype="float32")
-    on_gpu = detect_platform(settings.device).device_type == "cuda"
+    on_gpu = make_platform(settings).device_type == "cuda"
     checkpoint = folder / "checkpoint"
     typer.echo("1. make a small Qwen3.5-MoE checkpoint with transformers")
     theirs = make_checkpoint(checkpoint, seed)
