@@ -39,9 +39,9 @@ def conform(
     device: str = typer.Option("", help=DEVICE_HELP),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON document."),
 ) -> None:
-    """Check an adapter against every clause of the contract; exit code 1 where one is broken, or nothing could be shown.
+    """Check an adapter against every clause of the contract.
 
-    Ctrl-C shows the laws that were finished, exit code 130.
+    Exit code 1 where one is broken, or nothing could be shown. Ctrl-C shows the laws that were finished, exit code 130.
     """
     from qwen35.container import build
 
