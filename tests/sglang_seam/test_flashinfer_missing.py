@@ -70,6 +70,6 @@ def test_a_setting_that_needs_flashinfer_ends_in_one_line_that_says_what_to_do(v
     assert "Traceback" not in done.stderr
     said = [line for line in done.stderr.splitlines() if "qwen35" in line]
     assert len(said) == 1, done.stderr
-    assert f"adapter '{value}': " in said[0]
+    assert f"adapter '{value}' (environment variable {variable}): " in said[0]
     assert "missing flashinfer" in said[0]
     assert said[0].count(REMEDY) == 1
