@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from statistics import median
@@ -29,6 +29,7 @@ import typer
 import qwen35
 from qwen35.domain.geometry import GdnGeometry
 from qwen35.ports.gated_delta_rule import DecodeCall, GatedDeltaRule, GdnPlan
+from qwen35.ports.support import dtype_name
 from qwen35.testing.machine import versions
 from qwen35.testing.measure import copy_bandwidth
 from tune_gdn_decode import WIDTH, alone, calls, in_a_row
@@ -61,7 +62,7 @@ def row(
             found["alone"][name].append(alone(own[0]))
     floor = 2 * batch * heads * WIDTH * WIDTH * state.itemsize / ceiling * 1e6
     return {
-        "state": str(state).removeprefix("torch."), "dt_bias": str(bias).removeprefix("torch."),
+        "state": dtype_name(state), "dt_bias": dtype_name(bias),
         "heads": heads, "key_heads": key_heads, "batch": batch, "floor_us": floor, "us": found,
         "ratio": {way: median(t / f for f, t in zip(us["flashinfer"], us["triton"], strict=True))
                   for way, us in found.items()},
@@ -69,10 +70,17 @@ def row(
 
 
 def decode_of(name: str, plan: GdnPlan) -> Callable[[DecodeCall], torch.Tensor]:
-    """An adapter prepared for rows that never pad, around which FlashInfer's kernel needs no mending."""
-    adapter: GatedDeltaRule = qwen35.adapter("gated_delta_rule", name)
+    """The decode of an adapter prepared for rows that never pad, around which FlashInfer's kernel needs no mending."""
+    adapter = adapter_of(name)
     adapter.prepare(plan)
     return adapter.decode
+
+
+@cache
+def adapter_of(name: str) -> GatedDeltaRule:
+    """One adapter a name, so that it compiles once."""
+    adapter: GatedDeltaRule = qwen35.adapter("gated_delta_rule", name)
+    return adapter
 
 
 def main(out: Annotated[Path, typer.Option(help="The JSON document to write.")]) -> None:
