@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
+from qwen35.domain.alignment import padded
 from qwen35.domain.errors import CaptureError
 from qwen35.services.devices import Mark, Streams, streams_of
 from qwen35.services.scratch import empty_aligned
@@ -140,7 +141,7 @@ class ParameterCopies:
         """Lay out places of ``nbytes`` each, once. Not inside capture."""
         if self._laid_out:
             return
-        row = -(-nbytes // self._alignment) * self._alignment
+        row = padded(nbytes, self._alignment)
         arena = empty_aligned((AHEAD, row), torch.uint8, device, self._alignment)
         self._free, self._laid_out = list(arena.unbind(0)), True
 

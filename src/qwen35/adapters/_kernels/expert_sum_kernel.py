@@ -6,6 +6,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qwen35.adapters._kernels.launches import programs_for
+
 #: Columns of one program.
 COLUMNS = 1024
 
@@ -35,7 +37,7 @@ def launch_expert_sum(routed: Tensor, weights: Tensor, indices: Tensor, shared: 
 
     A choice that is dropped, of weight zero or out of range is not read. Legal inside capture once it is compiled."""
     m, hidden = out.shape
-    _expert_sum[(m, triton.cdiv(hidden, COLUMNS))](
+    _expert_sum[(m, programs_for(hidden, COLUMNS))](
         routed, weights, indices, routed if shared is None else shared, out, routed.shape[0], D=hidden,
         TOP_K=indices.shape[1], SHARED=shared is not None, BLOCK=COLUMNS,
     )  # fmt: skip

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from qwen35.adapters.triton.finalize_mailboxes import Mailboxes
 from qwen35.adapters.triton.kernels.finalize_one_shot import finalize_one_shot
 from qwen35.adapters.triton.kernels.finalize_two_step import finalize_two_step
+from qwen35.domain.alignment import power_of_two
 from qwen35.domain.errors import ConfigurationError
 from qwen35.domain.finalize_signature import WorkspaceSignature
 
@@ -106,11 +106,11 @@ class Cut:
 
     @property
     def block(self) -> int:
-        return int(triton.next_power_of_2(self.signature.hidden))
+        return power_of_two(self.signature.hidden)
 
     @property
     def sources(self) -> int:
-        return int(triton.next_power_of_2(self.signature.tp_size))
+        return power_of_two(self.signature.tp_size)
 
     @property
     def warps(self) -> int:
@@ -184,7 +184,7 @@ def _call(
         "SEND": phases[0], "CHECKED": spin_limit > 0, "num_warps": cut.warps, "num_stages": 1, "maxnreg": _REGISTERS,
     }  # fmt: skip
     if one_shot:
-        slice_block = int(triton.next_power_of_2(signature.hidden // splits))
+        slice_block = power_of_two(signature.hidden // splits)
         return finalize_one_shot, programs, arguments | {
             "SPLITS": splits, "SINGLE": cut.single(m), "SLICE_BLOCK": slice_block,
             "PIECES": cut.pieces(slice_block), "RECEIVE": phases[2],

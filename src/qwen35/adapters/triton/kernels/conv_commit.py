@@ -3,6 +3,7 @@
 import triton
 import triton.language as tl
 
+from qwen35.adapters._kernels.launches import programs_for
 from qwen35.adapters.triton.kernels.conv_common import load_slot, unit, words
 from qwen35.ports.conv_calls import ConvCommitCall
 
@@ -55,7 +56,7 @@ def launch(call: ConvCommitCall) -> None:
     slots, slot_words = words(call.slots)
     rows, row_words = words(call.slots if call.rows is None else call.rows)
     last, last_words = words(call.last)
-    conv_commit_kernel[(call.slots.shape[0], triton.cdiv(sizes[0], BLOCK))](
+    conv_commit_kernel[(call.slots.shape[0], programs_for(sizes[0], BLOCK))](
         call.windows, slots, call.intermediates, rows, last, slot_words, row_words, last_words,
         *(size // each for size in sizes), int(call.rows is not None), BLOCK=BLOCK, UNIT=each, num_warps=WARPS,
     )  # fmt: skip

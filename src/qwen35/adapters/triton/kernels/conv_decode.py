@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qwen35.adapters._kernels.launches import programs_for
 from qwen35.adapters.triton.kernels.conv_common import activate, load_bias, load_series, load_slot, words
 from qwen35.adapters.triton.kernels.gdn_common import rounded
 from qwen35.ports.conv_calls import ConvDecodeCall
@@ -58,7 +59,7 @@ def launch(call: ConvDecodeCall, out: Tensor) -> None:
     batch, channels = call.x.shape
     slots, slot_words = words(call.slots)
     write_slots, write_words = words(call.slots if call.write_slots is None else call.write_slots)
-    conv_decode_kernel[(batch, triton.cdiv(channels, BLOCK_C))](
+    conv_decode_kernel[(batch, programs_for(channels, BLOCK_C))](
         call.x, call.weight, call.weight if call.bias is None else call.bias, call.windows, slots, write_slots, out,
         slot_words, write_words, channels,
         call.x.stride(0), call.weight.stride(0), call.windows.stride(0), out.stride(0),

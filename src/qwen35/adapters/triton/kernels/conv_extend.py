@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qwen35.adapters._kernels.launches import programs_for
 from qwen35.adapters.triton.kernels.conv_common import activate, flags, load_bias, load_series, load_slot, unit, words
 from qwen35.adapters.triton.kernels.gdn_common import rounded
 from qwen35.ports.conv_calls import ConvExtendCall
@@ -136,7 +137,7 @@ def launch(call: ConvExtendCall, out: Tensor) -> None:
     slots, slot_words = words(call.slots)
     write_slots, write_words = words(call.slots if call.write_slots is None else call.write_slots)
     cu_seqlens, cu_words = words(call.cu_seqlens)
-    conv_extend_kernel[(tokens // BLOCK_T + sequences, triton.cdiv(channels, BLOCK_C))](
+    conv_extend_kernel[(tokens // BLOCK_T + sequences, programs_for(channels, BLOCK_C))](
         call.x, call.weight, call.weight if call.bias is None else call.bias, call.windows, slots, write_slots,
         flags(call.slots if call.fresh is None else call.fresh), cu_seqlens, out,
         slot_words, write_words, cu_words, sequences, channels // each,

@@ -4,6 +4,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qwen35.adapters._kernels.launches import programs_for
 from qwen35.adapters.triton.kernels.conv_common import activate, load_bias, load_slot, words
 from qwen35.adapters.triton.kernels.gdn_common import rounded
 from qwen35.ports.conv_calls import ConvVerifyCall
@@ -72,7 +73,7 @@ def launch(call: ConvVerifyCall, out: Tensor) -> None:
     rows, row_words = words(call.slots if call.rows is None else call.rows)
     parents, parent_words = words(call.slots if call.parents is None else call.parents)
     parent_row = 0 if call.parents is None else call.parents.stride(0) * parent_words
-    conv_verify_kernel[(batch * draft, triton.cdiv(channels, BLOCK_C))](
+    conv_verify_kernel[(batch * draft, programs_for(channels, BLOCK_C))](
         call.x, call.weight, call.weight if call.bias is None else call.bias, call.windows, slots, rows, parents,
         kept, out,
         slot_words, row_words, parent_words, parent_row, draft, channels, call.x.stride(0), call.x.stride(1),

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch
+from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch, programs_for
 from qwen35.adapters.triton.kernels.gdn_common import delta_step, load_gates, load_pieces, rounded, store_pieces
 from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig
 from qwen35.adapters.triton.kernels.gdn_launch import gate_arguments, scale_of
@@ -89,7 +89,7 @@ class DecodeLaunch:
             heads, heads // key_heads, key_width, value_width, power_of_two(key_width) // config.inner, config.inner,
             config.block_v, self._raw, config.stream,
         )  # fmt: skip
-        grid = batch * heads * -(-value_width // config.block_v), 1, 1
+        grid = batch * heads * programs_for(value_width, config.block_v), 1, 1
         self._launch = KeptLaunch(decode_kernel, grid, (*scalars, *constants), num_warps=config.num_warps, num_stages=1)
 
     def __call__(self, call: DecodeCall, out: Tensor) -> None:

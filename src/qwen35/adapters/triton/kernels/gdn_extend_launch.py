@@ -6,7 +6,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch
+from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch, programs_for
 from qwen35.adapters.triton.kernels.gdn_config import CHUNK, ExtendConfig
 from qwen35.adapters.triton.kernels.gdn_extend import chunk_kernel, scan_kernel
 from qwen35.adapters.triton.kernels.gdn_launch import gate_arguments, scale_of
@@ -52,7 +52,7 @@ class ExtendLaunch:
             num_warps=config.chunk_warps, num_stages=1, **registers,
         )  # fmt: skip
         self._scan = KeptLaunch(
-            scan_kernel, (sequences * self._heads * -(-value_width // config.block_v), 1, 1),
+            scan_kernel, (sequences * self._heads * programs_for(value_width, config.block_v), 1, 1),
             (
                 self._tokens, CHUNK if plan is None else plan.every, *tokens_at, *call.v.stride()[:2], *out_strides,
                 call.states.stride(0), self._heads, ratio, key_width, value_width, block_k, config.block_v, *products,

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from qwen35.adapters.triton.kernels.gdn_config import CHUNK
+from qwen35.domain.alignment import padded
 
 #: Factors a token and value head, see ``ExtendScratch``.
 FACTORS = 4
@@ -31,7 +32,7 @@ class ExtendScratch:
 
 def _piece_bytes(heads: int, tokens: int, dot: torch.dtype) -> tuple[int, int]:
     sizes = heads * tokens * CHUNK * dot.itemsize, heads * tokens * FACTORS * 4
-    square, factors = (-(-size // _PIECE_BYTES) * _PIECE_BYTES for size in sizes)
+    square, factors = (padded(size, _PIECE_BYTES) for size in sizes)
     return square, factors
 
 

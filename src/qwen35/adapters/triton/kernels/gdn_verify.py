@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from qwen35.adapters._kernels.launches import programs_for
 from qwen35.adapters.triton.kernels.gdn_common import (
     delta_step,
     load_gates,
@@ -90,7 +91,7 @@ def launch_verify(call: VerifyCall, out: Tensor, config: DecodeConfig) -> None:
     batch, draft, heads, value_width = call.v.shape
     key_heads, key_width = call.q.shape[2:]
     gate, beta, A_log, dt_bias, raw = gate_arguments(call.gates)
-    grid = (batch * heads * -(-value_width // config.block_v),)
+    grid = (batch * heads * programs_for(value_width, config.block_v),)
     verify_kernel[grid](
         call.q, call.k, call.v, gate, beta, A_log, dt_bias, call.states, call.slots, call.intermediates, call.rows,
         call.parents, out, scale_of(call.scale, key_width), draft,
@@ -127,7 +128,7 @@ def launch_commit(call: CommitCall) -> None:
     """Launch ``call``, which has at least one row; writes the named slots."""
     size = call.states.shape[1:].numel()
     block = min(_COPY_BLOCK, power_of_two(size))
-    commit_kernel[(call.slots.shape[0] * -(-size // block),)](
+    commit_kernel[(call.slots.shape[0] * programs_for(size, block),)](
         call.states, call.slots, call.intermediates, call.rows, call.last, call.states.stride(0),
         *call.intermediates.stride()[:2], SIZE=size, BLOCK=block,
     )  # fmt: skip
