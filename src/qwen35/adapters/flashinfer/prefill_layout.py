@@ -23,7 +23,7 @@ class Pieces:
     address: int
     q: Tensor
     k: Tensor
-    v: Tensor | None
+    v: Tensor | None = None
     decay: Tensor
     beta: Tensor
     offsets: Tensor
@@ -67,7 +67,4 @@ class ExtendLayout:
             name: room[at : at + prod(shape) * dtype.itemsize].view(dtype).view(shape)
             for name, (at, shape, dtype) in self._places.items()
         }
-        return Pieces(
-            address=room.data_ptr(), q=found["q"], k=found["k"], v=found.get("v"), decay=found["decay"],
-            beta=found["beta"], offsets=found["offsets"], initial=found["initial"], final=found["final"],
-        )  # fmt: skip
+        return Pieces(address=room.data_ptr(), **found)
