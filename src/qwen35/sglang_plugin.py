@@ -178,14 +178,16 @@ def explained(model: str = "") -> Explanation:
         ends.append("QWEN35_SGLANG_STRICT is set")
     fits = None if problems else release
     choices = phase_choices(settings, registry, facts)
+    parts, verdicts = [], [bool(ends)]
+    if fits is not None:
+        fusion = fusion_choice(settings, registry, fits, facts)
+        parts = part_lines(settings, fusion, fits, facts)
+        verdicts += [fusion.ends, *(choice.ends for choice in choices)]
     text = explain_text(
         release=found, problems=problems, platform=registry.platform, choices=choices,
         fallback=settings.gdn_fallback, model=None if facts is None else facts.line(), ends=ends,
-        parts=[] if fits is None else part_lines(settings, registry, fits, facts),
+        parts=parts,
     )  # fmt: skip
-    verdicts = [bool(ends)]
-    if fits is not None:
-        verdicts += [fusion_choice(settings, registry, fits, facts).ends, *(choice.ends for choice in choices)]
     return Explanation(text, ends=any(verdicts))
 
 
@@ -309,10 +311,11 @@ def announce(settings: Settings, one: Running) -> None:
     if not one.place.first:
         return
     registry = one.container.registry()
+    fusion = fusion_choice(settings, registry, one.release, None)
     text = explain_text(
         release=installed_release(), problems=(), platform=registry.platform,
         choices=phase_choices(settings, registry, None, unrouted), fallback=settings.gdn_fallback,
-        model=one.gdn.model_line(), parts=part_lines(settings, registry, one.release, None, unrouted),
+        model=one.gdn.model_line(), parts=part_lines(settings, fusion, one.release, None, unrouted),
         others=[*one.gdn.notes, *one.fusion.notes],
     )  # fmt: skip
     one.announced.append(text)

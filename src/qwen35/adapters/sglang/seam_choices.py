@@ -135,14 +135,13 @@ def _instead(settings: Settings, registry: AdapterRegistry, facts: ModelFacts | 
 
 
 def part_lines(
-    settings: Settings, registry: AdapterRegistry, release: Release, facts: ModelFacts | None,
-    unrouted: str | None = None,
-) -> list[str]:  # fmt: skip
+    settings: Settings, fusion: FusionChoice, release: Release, facts: ModelFacts | None, unrouted: str | None = None
+) -> list[str]:
     """Fusion, relay, shadow, and settings that do nothing here; ``unrouted`` as in ``phase_choices``."""
     why = unrouted if facts is None else facts.unrouted
     routed = bool(requested_phases(settings)) and why is None
     return [
-        *fusion_choice(settings, registry, release, facts).lines(), relay_line("relay" in release.targets),
+        *fusion.lines(), relay_line("relay" in release.targets),
         shadow_line(settings.gdn_shadow, routed), *idle_lines(settings),
     ]  # fmt: skip
 

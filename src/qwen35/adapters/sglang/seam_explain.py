@@ -17,7 +17,20 @@ ENDS = "the launch ends"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PhaseChoice:
+class _Named:
+    """The ``reasons`` against an adapter that a setting names, if any, and what the launch does about those."""
+
+    reasons: tuple[str, ...] = ()
+    then: str = ENDS
+
+    @property
+    def ends(self) -> bool:
+        """Whether the launch ends for the reasons against the adapter."""
+        return bool(self.reasons) and self.then.startswith(ENDS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseChoice(_Named):
     """Who serves a phase: ``adapter`` (None: SGLang's own kernel), and the ``reasons`` against it, if any.
 
     ``then``: what the launch does about those. ``unrouted``: why nothing of this model is routed, whatever is named.
@@ -25,19 +38,12 @@ class PhaseChoice:
 
     phase: Phase
     adapter: str | None
-    reasons: tuple[str, ...] = ()
-    then: str = ENDS
     unrouted: str | None = None
 
     @property
     def routed(self) -> bool:
         """Whether calls of the phase go to our service."""
         return self.adapter is not None and self.unrouted is None
-
-    @property
-    def ends(self) -> bool:
-        """Whether the launch ends for the reasons against the adapter."""
-        return bool(self.reasons) and self.then.startswith(ENDS)
 
     @property
     def variable(self) -> str:
@@ -55,7 +61,7 @@ class PhaseChoice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FusionChoice:
+class FusionChoice(_Named):
     """Who serves all-reduce + residual + norm: ``adapter`` (None: SGLang's own choice), and the ``reasons`` against it.
 
     ``kept``: where nothing is named, the setting's value ("auto" or "off"). ``refused_switch``: what becomes of
@@ -65,14 +71,7 @@ class FusionChoice:
 
     adapter: str | None
     kept: str = "auto"
-    reasons: tuple[str, ...] = ()
-    then: str = ENDS
     refused_switch: str | None = None
-
-    @property
-    def ends(self) -> bool:
-        """Whether the launch ends for the reasons against the adapter."""
-        return bool(self.reasons) and self.then.startswith(ENDS)
 
     def lines(self) -> list[str]:
         """One line, and one more for SGLang's switch."""
