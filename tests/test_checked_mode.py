@@ -14,28 +14,21 @@ from torch import Tensor
 
 import qwen35
 from fakes import FakeGatedDeltaRule
+from good_cases import good_case
 from qwen35.container import Container
-from qwen35.domain.capabilities import GateKind, Phase, Support
+from qwen35.domain.capabilities import Phase, Support
 from qwen35.domain.errors import DtypeError, ValueRangeError
 from qwen35.ports.adapter import AdapterEntry
 from qwen35.ports.conv_calls import ConvDecodeCall, ConvExtendCall, ConvVerifyCall
 from qwen35.services.counters import mode
-from qwen35.testing import KITS, Bench, Case, ConvSizes, GdnSizes, Profile, limits_for
+from qwen35.testing import KITS, Bench, Profile, limits_for
 from qwen35.testing.bench import Refused
-from qwen35.testing.capture_laws import replays
+from qwen35.testing.capture_laws import replays, warm_up
 from qwen35.testing.kit import serve
 from qwen35.testing.refusal_laws import refuse_spoilt
 from qwen35.testing.spoil import Spoil, spoils_of
 from qwen35.testing.tensors import same_bits
 
-SIZES: dict[str, Any] = {
-    "gated_delta_rule": GdnSizes(key_heads=2, value_heads=4, key_width=16, value_width=16, gates=GateKind.RAW),
-    "short_convolution": ConvSizes(channels=24, width=4, bias=True),
-}
-MORE: dict[Phase, dict[str, Any]] = {
-    Phase.DECODE: {}, Phase.EXTEND: {"lengths": (2, 3)}, Phase.VERIFY: {"draft": 2, "nodes": 2, "capacity": 2},
-    Phase.COMMIT: {"draft": 2, "nodes": 2, "capacity": 2, "last": (1, 0)},
-}  # fmt: skip
 PHASES = [pytest.param(port, phase, id=f"{port}-{phase}") for port in KITS for phase in Phase]
 #: Who serves, and where. Plain torch refuses bad values itself, a trusting adapter none.
 SERVERS = [("trusting", "cpu"), ("reference", "cpu"), pytest.param(("triton", "cuda"), marks=pytest.mark.gpu)]
@@ -88,11 +81,6 @@ def bench_of(container: Container, port: str) -> Bench:
     device = container.platform().device
     profile = Profile.CPU if device == "cpu" else Profile.GPU
     return Bench(service, KITS[port], device, limits_for(service.capabilities, profile))
-
-
-def good_case(port: str, phase: Phase, seed: int) -> Case[Any]:
-    own = phase is not Phase.COMMIT
-    return Case(phase=phase, sizes=SIZES[port], seed=seed, pool=4, slots=(2, 0), own_out=own, **MORE[phase])
 
 
 def tensors_of(call: Any) -> dict[str, Tensor]:
@@ -172,12 +160,7 @@ def test_inside_capture_only_what_the_host_knows_is_refused(
     bench, case = bench_of(container, port), good_case(port, phase, seed)
     trial = bench.trial(case)
     bench.prepare(case)
-    side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        serve(bench.adapter, trial.call)
-    torch.cuda.current_stream().wait_stream(side)
-    trial.restore()
+    side = warm_up(bench, trial)
     call, slots = trial.call, trial.parts.slots
     floating, good = replace(call, slots=slots.float()), slots.clone()
     slots.fill_(case.pool)

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import qwen35
-from qwen35.domain.capabilities import GateKind, Phase
+from good_cases import good_case
+from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import ConfigurationError, ContractError, LayoutError, ValueRangeError
 from qwen35.domain.geometry import GdnGeometry
 from qwen35.ports.conv_calls import (
@@ -30,28 +31,14 @@ from qwen35.ports.gated_delta_rule import (
     VerifyCall,
 )
 from qwen35.ports.support import PHASE_OF
-from qwen35.testing import KITS, Bench, Case, ConvSizes, GdnSizes, Profile, limits_for
+from qwen35.testing import KITS, Bench, Profile, limits_for
 from qwen35.testing.refusal_laws import refuse_spoilt
 from qwen35.testing.spoil import Spoil, spoils_of
-
-SIZES: dict[str, Any] = {
-    "gated_delta_rule": GdnSizes(key_heads=2, value_heads=4, key_width=8, value_width=16, gates=GateKind.RAW),
-    "short_convolution": ConvSizes(channels=24, width=4, bias=True),
-}
-MORE: dict[Phase, dict[str, Any]] = {
-    Phase.DECODE: {}, Phase.EXTEND: {"lengths": (2, 3)}, Phase.VERIFY: {"draft": 2, "nodes": 2, "capacity": 2},
-    Phase.COMMIT: {"draft": 2, "nodes": 2, "capacity": 2, "last": (1, 0)},
-}  # fmt: skip
 
 
 def bench_of(port: str) -> Bench:
     adapter = qwen35.adapter(port, "reference", device="cpu")
     return Bench(adapter, KITS[port], "cpu", limits_for(adapter.capabilities, Profile.CPU))
-
-
-def good_case(port: str, phase: Phase, seed: int) -> Case[Any]:
-    own = phase is not Phase.COMMIT
-    return Case(phase=phase, sizes=SIZES[port], seed=seed, pool=4, slots=(2, 0), own_out=own, **MORE[phase])
 
 
 def _spoilt() -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from delegate import Conv
+from delegate import Conv, clear_empty_fresh
 from torch import Tensor
 
 from qwen35.domain.capabilities import Clause
@@ -276,11 +276,7 @@ class ClearsEmptyFreshSequences(Conv):
 
     def extend(self, call: ConvExtendCall) -> Tensor:
         out = super().extend(call)
-        if call.fresh is None or not len(call.x):
-            return out
-        targets = call.slots if call.write_slots is None else call.write_slots
-        empty = (call.cu_seqlens.diff() == 0) & call.fresh & (call.slots >= 0) & (targets >= 0)
-        call.windows[targets[empty].long()] = 0
+        clear_empty_fresh(call, call.windows)
         return out
 
 

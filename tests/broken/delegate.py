@@ -53,6 +53,16 @@ class Delegate:
         self.inner.close()
 
 
+def clear_empty_fresh(call: Any, pool: Tensor) -> None:
+    """Zero what each fresh sequence of ``call`` without tokens would write, as if it had begun; nothing where the call
+    has no tokens at all."""
+    if call.fresh is None or not int(call.cu_seqlens[-1]):
+        return
+    targets = call.slots if call.write_slots is None else call.write_slots
+    empty = (call.cu_seqlens.diff() == 0) & call.fresh & (call.slots >= 0) & (targets >= 0)
+    pool[targets[empty].long()] = 0
+
+
 class Gdn(Delegate):
     """The float32 reference of the gated delta rule."""
 

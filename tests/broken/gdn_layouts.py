@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from delegate import Gdn
+from gdn_numbers import log_gates
 from torch import Tensor
 
 from qwen35.domain.capabilities import Clause
@@ -124,11 +124,7 @@ class WritesPastCheckpoints(Gdn):
 
 def clamped(gates: Any) -> LogGates:
     """Both kinds as log gates, where softplus ends at 20 instead of going on as a line."""
-    if isinstance(gates, LogGates):
-        return gates
-    x = (gates.a.float() + gates.dt_bias.float()).clamp(max=20.0)
-    softplus = torch.nn.functional.softplus(x)
-    return LogGates(g=-gates.A_log.float().exp() * softplus, beta=torch.sigmoid(gates.b.float()))
+    return log_gates(gates, most=20.0)
 
 
 class DecodesClampedSoftplus(Gdn):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,11 @@ from qwen35.domain.errors import UnsupportedError
 from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, ExtendResult, LogGates, RawGates, VerifyCall
 
 
-def log_gates(gates: Any) -> LogGates:
-    """Both kinds as log gates, in float32."""
+def log_gates(gates: Any, most: float = math.inf) -> LogGates:
+    """Both kinds as log gates, in float32; the input of softplus is clamped at ``most``."""
     if isinstance(gates, LogGates):
         return gates
-    x = gates.a.float() + gates.dt_bias.float()
+    x = (gates.a.float() + gates.dt_bias.float()).clamp(max=most)
     softplus = torch.nn.functional.softplus(x)
     return LogGates(g=-gates.A_log.float().exp() * softplus, beta=torch.sigmoid(gates.b.float()))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from delegate import Gdn
+from delegate import Gdn, clear_empty_fresh
 from torch import Tensor
 
 from qwen35.domain.capabilities import Clause, Support
@@ -144,11 +144,7 @@ class ClearsEmptyFreshSequences(Gdn):
 
     def extend(self, call: ExtendCall) -> ExtendResult:
         result = super().extend(call)
-        if call.fresh is None or not len(call.q):
-            return result
-        targets = call.slots if call.write_slots is None else call.write_slots
-        empty = (call.cu_seqlens.diff() == 0) & call.fresh & (call.slots >= 0) & (targets >= 0)
-        call.states[targets[empty].long()] = 0
+        clear_empty_fresh(call, call.states)
         return result
 
 

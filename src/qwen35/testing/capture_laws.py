@@ -28,7 +28,7 @@ def replays(bench: Bench, case: Case[Any]) -> None:
     """
     trial = bench.trial(case)
     _prepare(bench, trial)
-    side = _warm_up(bench, trial)
+    side = warm_up(bench, trial)
     graph = torch.cuda.CUDAGraph()
     call = trial.call
     with torch.cuda.graph(graph, stream=side):
@@ -54,7 +54,7 @@ def no_waiting(bench: Bench, case: Case[Any]) -> None:
     """A prepared call never makes the host wait for the device."""
     trial = bench.trial(case)
     _prepare(bench, trial)
-    _warm_up(bench, trial)
+    warm_up(bench, trial)
     call = trial.call
     torch.cuda.synchronize()
     before = torch.cuda.get_sync_debug_mode()
@@ -73,7 +73,7 @@ def scratch_stays(bench: Bench, case: Case[Any]) -> None:
     adapter, trial = bench.adapter, bench.trial(case)
     assert isinstance(adapter, HoldsScratch)
     _prepare(bench, trial)
-    side = _warm_up(bench, trial)
+    side = warm_up(bench, trial)
     call, held = trial.call, adapter.scratch_bytes
     with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=side):
         captured = serve(adapter, call)
@@ -124,7 +124,7 @@ def _prepare(bench: Bench, trial: Trial) -> None:
     bench.prepare(trial.case)
 
 
-def _warm_up(bench: Bench, trial: Trial) -> torch.cuda.Stream:
+def warm_up(bench: Bench, trial: Trial) -> torch.cuda.Stream:
     """Run once on a side stream, as engines do before they capture on it, and put every buffer back."""
     side: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
