@@ -224,6 +224,24 @@ def test_a_refused_extend_goes_to_sglangs_kernel_with_checkpoints_in_the_planned
     assert counters.total("calls", adapter="engine:ChunkKernel", phase="extend") == 1
 
 
+class KernelWithoutChunkStates(ChunkKernel):
+    """As SGLang's CuTe DSL prefill, which keeps no states between chunks."""
+
+    def extend(self, *args: Any, **kwargs: Any) -> Any:
+        out, last, _ = super().extend(*args, **kwargs)
+        return out, last, None
+
+
+def test_a_refused_extend_is_served_by_a_kernel_that_returns_no_chunk_states_too() -> None:
+    start_refusing("no such head ratio")
+    machine = Machine()
+    machine.dispatcher.extend_kernel.original = KernelWithoutChunkStates()
+    (out, _, h), plain = dispatch_extend(machine, LENGTHS, [3, 1, 2, 7, 5], **planned(LENGTHS, 64))
+    assert h is None, "what SGLang itself asserts against where it needs them"
+    close(out[0], oracle.extend(plain).out)
+    close(machine.states, plain.states)
+
+
 def test_an_extend_that_must_not_update_the_pool_is_sglangs() -> None:
     one = start(**ALL)
     machine = Machine()

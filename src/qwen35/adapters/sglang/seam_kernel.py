@@ -148,7 +148,8 @@ class GdnKernel:
             # Padding rows land in the slot that SGLang reserves, whose content is nobody's.
             states[slots.clamp(min=NULL_SLOT)] = pool
         plan = seam_calls.checkpoint_plan(others)
-        if plan is not None and not self.original.uses_state_checkpoints:
+        # SGLang's CuTe DSL prefill returns none, and SGLang says so itself where it would read them.
+        if plan is not None and chunk_states is not None and not self.original.uses_state_checkpoints:
             final = pool[rows.clamp(min=NULL_SLOT)]
             chunk_states = planned_checkpoints(chunk_states, plan, offsets, final, self._chunk)
         return out, last, chunk_states
