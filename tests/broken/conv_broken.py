@@ -180,6 +180,19 @@ class OffsetsInInt32(Conv):
         return super().decode(call)
 
 
+class WriteOffsetsInInt32(Conv):
+    """Computes write slot * stride in 32 bits, and drops what is past 2**31 elements."""
+
+    breaks = Clause.SIZE
+    caught_by = "extend: write slots past 2**31 elements"
+
+    def extend(self, call: ConvExtendCall) -> Tensor:
+        if call.write_slots is None:
+            return super().extend(call)
+        far = call.write_slots.long() * call.windows.stride(0) >= 2**31
+        return super().extend(replace(call, write_slots=call.write_slots.masked_fill(far, -1)))
+
+
 class NaiveSilu(Conv):
     """x * exp(x) / (1 + exp(x)): infinity over infinity for large x."""
 
@@ -293,6 +306,6 @@ class AcceptsActivations(Conv):
 CONV_BROKEN = (
     LastSlotWrap, PassesPaddingThrough, WritesWhereItReads, ActivatesInPlace, SortsBySlot, ReversedWindow,
     UnshiftedShortSequence, VerifyShiftsPool, TreeAsChain, CommitsNothingAsLast, ClearsEmptySequences, IgnoresFresh,
-    ClearsEmptyFreshSequences, OffsetsInInt32, NaiveSilu, RoundsProducts, StaleWeight, DenseTokens, OutputAtTokenRows,
-    DenseWeight, NodesAtRows, AcceptsActivations,
+    ClearsEmptyFreshSequences, OffsetsInInt32, WriteOffsetsInInt32, NaiveSilu, RoundsProducts, StaleWeight,
+    DenseTokens, OutputAtTokenRows, DenseWeight, NodesAtRows, AcceptsActivations,
 )  # fmt: skip

@@ -223,6 +223,19 @@ class OffsetsInInt32(Gdn):
         return super().decode(replace(call, slots=distinct))
 
 
+class WriteOffsetsInInt32(Gdn):
+    """Computes write slot * stride in 32 bits, and drops what is past 2**31 elements."""
+
+    breaks = Clause.SIZE
+    caught_by = "decode: write slots past 2**31 elements"
+
+    def decode(self, call: DecodeCall) -> Tensor:
+        if call.write_slots is None:
+            return super().decode(call)
+        far = call.write_slots.long() * call.states.stride(0) >= 2**31
+        return super().decode(replace(call, write_slots=call.write_slots.masked_fill(far, -1)))
+
+
 class GridOfRowsAndHeads(Gdn):
     """Launches B * HV programs in an axis that holds 65,535."""
 
@@ -322,6 +335,6 @@ class RefusesWhatItSupports(Gdn):
 GDN_SEQUENCES = (
     TransposedBetweenPhases, SkipsTailChunk, VerifyWritesPool, TreeAsChain, NodesBySlot, CommitsNothingAsLast,
     ClearsEmptySequences, ClearsEmptyFreshSequences, MovesEmptySequences, NeedsASequence, IgnoresFresh,
-    ClearsByMultiplying, OffsetsInInt32, GridOfRowsAndHeads, AcceptsShapes, KnowsByShape, WritesBeforeRefusing,
-    IgnoresTrees, ServesAfterClose, RefusesWhatItSupports,
+    ClearsByMultiplying, OffsetsInInt32, WriteOffsetsInInt32, GridOfRowsAndHeads, AcceptsShapes, KnowsByShape,
+    WritesBeforeRefusing, IgnoresTrees, ServesAfterClose, RefusesWhatItSupports,
 )  # fmt: skip

@@ -90,6 +90,16 @@ def test_a_slot_past_two_to_the_31_elements_is_the_right_one(subject: Subject, p
     far_slots(bench, case_of(bench, phase, seed, (0, 1), 3, **last))
 
 
+@pytest.mark.case("C5")
+@both_ports
+@pytest.mark.parametrize("phase", [Phase.DECODE, Phase.EXTEND])
+def test_a_write_slot_past_two_to_the_31_elements_is_the_right_one(
+    subject: Subject, phase: Phase, seed: int
+) -> None:
+    bench = subject.bench()
+    far_slots(bench, case_of(bench, phase, seed, (1, 2), 4, write_slots=(0, 3)))
+
+
 @pytest.mark.case("C6")
 @both_ports
 @phases

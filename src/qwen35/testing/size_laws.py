@@ -43,7 +43,7 @@ def far_pool(near: Tensor, stride: int = SLOT_STRIDE, slots: int = FAR + 2) -> T
 
 
 def far_slots(bench: Bench, case: Case[Any]) -> None:
-    """Slots past 2**31 elements are the ones read and written."""
+    """Slots past 2**31 elements, the case's slot 0, are the ones read and written."""
     trial = bench.trial(case)
     bench.ask(trial.call)  # of the same sizes in a small pool: the far one takes gigabytes
     want = trial.truth()
@@ -52,8 +52,10 @@ def far_slots(bench: Bench, case: Case[Any]) -> None:
     for near, far in enumerate(place):
         pool[far] = trial.parts.pool[near]
     sentinel = pool[FAR + 1] = torch.full_like(pool[FAR + 1], 7.0)
-    slots = trial.parts.slots.new_tensor([place[s] for s in case.slots])
-    served = bench.run(trial.replaced(pool=pool, slots=slots))
+    moved = {"slots": trial.parts.slots.new_tensor([place[s] for s in case.slots])}
+    if case.write_slots is not None:
+        moved["write_slots"] = trial.parts.slots.new_tensor([place[s] for s in case.write_slots])
+    served = bench.run(trial.replaced(pool=pool, **moved))
     for slot in case.written:
         trial.parts.pool[slot] = pool[place[slot]]
     trial.matches(served, want)
@@ -88,14 +90,17 @@ def _plain(kit: Kit, limits: Limits, heads: tuple[int, int] | None = None) -> An
     )  # fmt: skip
 
 
-def _far_case(kit: Kit, phase: Phase) -> Callable[[Limits], st.SearchStrategy[Case[Any]]]:
+def _far_case(kit: Kit, phase: Phase, writes: bool = False) -> Callable[[Limits], st.SearchStrategy[Case[Any]]]:
     def draw(limits: Limits) -> st.SearchStrategy[Case[Any]]:
         more: dict[str, Any] = {}
         if phase is Phase.EXTEND:
             more = {"lengths": (3, 2)}
         elif phase is not Phase.DECODE:
             more = {"draft": 2, "nodes": 2, "capacity": 2, "last": (1, 0) if phase is Phase.COMMIT else ()}
-        first = Case(phase=phase, sizes=_plain(kit, limits), seed=0, pool=3, slots=(0, 1), **more)
+        slots: dict[str, Any] = {"pool": 3, "slots": (0, 1)}
+        if writes:
+            slots = {"pool": 4, "slots": (1, 2), "write_slots": (0, 3)}
+        first = Case(phase=phase, sizes=_plain(kit, limits), seed=0, **slots, **more)
         return seeds.map(lambda seed: replace(first, seed=seed))
 
     return draw
@@ -135,6 +140,12 @@ def size_laws(kit: Kit) -> list[Law]:
             cases=_far_case(kit, phase), check=far_slots, needs=_no_null_slot, most_examples=1,
             alike=True)
         for phase in Phase
+    ]  # fmt: skip
+    laws += [
+        Law(name=f"{phase}: write slots past 2**31 elements", port=kit.port, clause=Clause.SIZE,
+            phases=frozenset({phase}), cases=_far_case(kit, phase, writes=True), check=far_slots, needs=_no_null_slot,
+            most_examples=1, alike=True)
+        for phase in (Phase.DECODE, Phase.EXTEND)
     ]  # fmt: skip
     for phase in TOKEN_PHASES:
         laws.append(
