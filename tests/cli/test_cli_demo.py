@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+import typer
+from safetensors import safe_open
 from torch import Tensor
 
 import qwen35
@@ -21,6 +23,7 @@ from qwen35.cli.demo import (
     PROMPT,
     TOLERANCE,
     float32_products,
+    judge,
     logit_error,
     make_checkpoint,
     written,
@@ -28,6 +31,31 @@ from qwen35.cli.demo import (
 from qwen35.cli.swap_show import time_text
 from qwen35.model import Model, Session, load_model
 from qwen35.testing.measure import Method, relative_error
+
+
+def served(folder: Path) -> dict[str, set[str]]:
+    """By the adapter that was asked for, those that served."""
+    found = {}
+    for adapter in ("reference", "triton"):
+        with safe_open(folder / f"{adapter}.safetensors", "pt") as file:
+            by_phase = json.loads(file.metadata()["served_by"])
+        assert {"decode", "extend"} <= by_phase.keys()
+        found[adapter] = set(by_phase.values())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("errors", "wrong"),
+    [({"triton": 1.0}, "triton by 1.0e+00"), ({"triton": float("nan")}, "triton by nan"),
+     ({"reference": 2e-4, "triton": 1e-6}, "reference by 2.0e-04")],
+)  # fmt: skip
+def test_logits_that_differ_are_said_and_exit_with_1(
+    capsys: pytest.CaptureFixture[str], errors: dict[str, float], wrong: str
+) -> None:
+    with pytest.raises(typer.Exit) as ended:
+        judge(errors)
+    assert ended.value.exit_code == 1
+    assert capsys.readouterr().out == f"logits differ from transformers' by more than 1e-04: {wrong}\n"
 
 
 def test_demo_runs_both_adapters_against_transformers_and_swaps(run: Any, tmp_path: Path) -> None:
@@ -39,6 +67,7 @@ def test_demo_runs_both_adapters_against_transformers_and_swaps(run: Any, tmp_pa
     report = json.loads((tmp_path / "demo" / "swap" / "swap.json").read_text())
     assert report["interrupted"] is False
     assert {r["adapter"] for row in report["rows"] for r in row["results"] if r["ran"]} == {"triton", "reference"}
+    assert served(tmp_path / "demo") == {"reference": {"reference"}, "triton": {"triton"}}
     assert (tmp_path / "demo" / "checkpoint" / "config.json").is_file()
     assert {path.name for path in (tmp_path / "demo").iterdir()} == {
         path.relative_to(tmp_path / "demo").parts[0] for path in written(tmp_path / "demo")
@@ -62,6 +91,7 @@ def test_on_a_gpu_it_passes_and_its_table_has_triton_s_graph_replays(tmp_path: P
     report = json.loads((folder / "swap" / "swap.json").read_text())
     assert report["interrupted"] is False
     assert report["device"]["device"].startswith("cuda")
+    assert served(folder) == {"reference": {"reference"}, "triton": {"triton"}}
     labels = [row["label"] for row in report["rows"]]
     assert [label.split()[0] for label in labels] == ["decode", "decode", "decode", "extend", "verify"], labels
     for row in report["rows"]:

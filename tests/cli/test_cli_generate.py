@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,24 @@ def test_it_gives_what_the_library_gives_and_says_who_served(run: Any, checkpoin
     assert report["compare"] is None
     saved = load_file(tmp_path / "logits.safetensors")
     assert saved["tokens"].tolist() == saved["logits"].argmax(-1).tolist() == report["tokens"]
+
+
+def test_a_text_is_continued_and_the_continuation_shown(run: Any, checkpoint: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "with tokenizer"
+    shutil.copytree(checkpoint, folder)
+    words = {f"w{i}": i for i in range(json.loads((folder / "config.json").read_text())["vocab_size"])}
+    (folder / "tokenizer.json").write_text(
+        json.dumps({
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
+            "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
+            "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
+        })
+    )  # fmt: skip
+    tokens = by_the_library(checkpoint, Sampling())
+    result = run("generate", folder, "--prompt", "w5 w17 w200 w3 w90", *BASE[2:])
+    assert result.exit_code == 0, result.output
+    assert " ".join(f"w{token}" for token in tokens) in result.stdout.splitlines()
+    assert f"tokens     {', '.join(map(str, tokens))} (length)" in result.stdout.splitlines()
 
 
 def test_sampling_options_reach_the_sampler(run: Any, checkpoint: Path) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import random
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,15 @@ from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import ConfigurationError
 from qwen35.domain.geometry import GdnGeometry, public_geometry
 from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, ExtendResult, VerifyCall
-from qwen35.testing.measure import Method, Timing, copy_bandwidth, relative_error, time_events, time_graph
+from qwen35.testing.measure import (
+    Method,
+    Timing,
+    cold_sets,
+    copy_bandwidth,
+    relative_error,
+    time_events,
+    time_graph,
+)
 from qwen35.testing.probe import oracle_error, probe, run_call, truth_of
 from qwen35.testing.workload import Layout, Row, choose_sample, live_slots, random_call, random_pool
 
@@ -227,6 +238,38 @@ def test_words_become_sizes() -> None:
     with pytest.raises(ConfigurationError, match="joined by commas"):
         parse.names("--x", "a,,b")
     assert parse.geometry(None, "397B-A17B", 8) == ("397B-A17B", public_geometry("397B-A17B").gdn.shard(8))
+
+
+def test_one_rank_s_part_of_a_checkpoint_is_measured(checkpoint: Path, tmp_path: Path) -> None:
+    config = json.loads((checkpoint / "config.json").read_text())
+    config |= {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    name, part = parse.geometry(tmp_path, "", 2)
+    assert (name, part.key_heads, part.value_heads) == (tmp_path.name, 2, 4)
+
+
+@pytest.mark.parametrize("mib", [1, 30, 2_000])
+def test_calls_rotate_over_eight_l2_sizes(monkeypatch: pytest.MonkeyPatch, mib: int) -> None:
+    l2 = 60 * 2**20
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(L2_cache_size=l2))
+    sets = cold_sets(torch.device("cuda", 0), mib * 2**20)
+    assert sets == {1: 256, 30: 16, 2_000: 1}[mib], "256 at most"
+    assert cold_sets(torch.device("cpu"), mib * 2**20) == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_calls_over_cold_sets_and_flushed_ones_find_the_l2_cold() -> None:
+    device, size = torch.device("cuda", 0), 8 * 2**20
+
+    def copies(sets: int) -> list[Callable[[], Tensor]]:
+        pairs = [(torch.randn(size // 4, device=device), torch.empty(size // 4, device=device)) for _ in range(sets)]
+        return [lambda source=source, target=target: target.copy_(source) for source, target in pairs]
+
+    warm = time_graph(copies(1), device).median_us
+    cold = time_graph(copies(cold_sets(device, 2 * size)), device).median_us
+    flushed = time_events(copies(1), device).median_us
+    assert cold > 1.3 * warm, f"{cold} us over cold sets, {warm} over one"
+    assert flushed > 1.3 * warm, f"{flushed} us flushed, {warm} over one"
 
 
 @pytest.mark.gpu

@@ -100,7 +100,7 @@ def _run(folder: Path, seed: int) -> None:
     if not on_gpu:
         typer.echo("   (no GPU here: Triton's kernels are interpreted, so their times say nothing)")
     _swap(checkpoint, folder / "swap", on_gpu)
-    _judge(errors_by_adapter)
+    judge(errors_by_adapter)
 
 
 @contextmanager
@@ -117,7 +117,9 @@ def float32_products() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _judge(errors_by_adapter: dict[str, float]) -> None:
+def judge(errors_by_adapter: dict[str, float]) -> None:
+    """Say whether the logits are transformers'. Raises ``typer.Exit`` with 1 where an error is past ``TOLERANCE``, or
+    is no number."""
     wrong = [f"{name} by {error:.1e}" for name, error in errors_by_adapter.items() if not error <= TOLERANCE]
     if wrong:
         typer.echo(f"logits differ from transformers' by more than {TOLERANCE:.0e}: {', '.join(wrong)}")
@@ -184,9 +186,9 @@ def _generate(
         container = build(settings, **generation.gated_delta_rule_by(adapter), conv=adapter)
         try:
             result = generation.run(container, settings, checkpoint, PROMPT, NEW_TOKENS, Sampling())
+            generation.save_logits(result, generation.served_by(container), path)
         finally:
             close(container)
-        generation.save_logits(result, path)
     saved = load_file(path)
     return saved["tokens"].tolist(), saved["logits"]
 

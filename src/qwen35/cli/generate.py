@@ -98,7 +98,7 @@ def generate(
     if ranks.rank:
         return
     if logits is not None:
-        save_logits(report.result, logits)
+        save_logits(report.result, report.served_by, logits)
     if as_json:
         typer.echo(json.dumps(document(report), indent=1, allow_nan=False))
     else:
@@ -236,12 +236,13 @@ def _step_error(step: int, got: Any, want: Any) -> StepError:
     return StepError(step, float((got - want).abs().max()), relative_error(got, want))
 
 
-def save_logits(result: Generation, path: Path) -> None:
-    """``logits`` [steps, vocabulary] float32 and ``tokens`` [steps] int64."""
+def save_logits(result: Generation, served: dict[str, str], path: Path) -> None:
+    """``logits`` [steps, vocabulary] float32 and ``tokens`` [steps] int64; ``served`` as JSON in the metadata."""
     import torch
     from safetensors.torch import save_file
 
-    save_file({"logits": _logits(result).contiguous(), "tokens": torch.tensor(result.tokens)}, str(path))
+    tensors = {"logits": _logits(result).contiguous(), "tokens": torch.tensor(result.tokens)}
+    save_file(tensors, str(path), metadata={"served_by": json.dumps(served)})
 
 
 def served_by(container: Container) -> dict[str, str]:
