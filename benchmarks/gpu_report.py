@@ -9,6 +9,7 @@ interrupted, and the report holds what it got to, marked as interrupted; ``--aft
 from __future__ import annotations
 
 import json
+import shlex
 import signal
 import subprocess
 import sys
@@ -50,7 +51,7 @@ def main(
         tests = read(junit) if junit.exists() else []
     report = {
         "kind": "gpu tests", "created": datetime.now(UTC).isoformat(timespec="seconds"), "interrupted": interrupted,
-        "command": "pytest -m gpu " + " ".join(pytest_arguments), "after": [path.name for path in after or ()],
+        "command": shlex.join(["pytest", "-m", "gpu", *pytest_arguments]), "after": [path.name for path in after or ()],
         "device": device_facts(detect_platform()),
         "versions": versions(), "counts": dict(Counter(test["outcome"] for test in tests)), "tests": tests,
     }  # fmt: skip

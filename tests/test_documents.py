@@ -8,6 +8,7 @@ import subprocess
 import sys
 from fnmatch import fnmatch
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -86,6 +87,33 @@ def test_every_result_is_named_where_results_are_explained_and_every_named_one_i
     unnamed, absent = unnamed_and_absent(text, {path.name for path in RESULTS.glob("*.json")})
     assert unnamed == [], "benchmarks/README.md must name each of benchmarks/results"
     assert absent == [], "benchmarks/README.md names results that are not there"
+
+
+#: By result, what it lacks, as benchmarks/README.md says.
+LACKING = {
+    "conform_triton.json": {"created", "command"}, "prefill_tiles.json": {"created", "command", "versions"},
+    "oracle_flashinfer.json": {"device"},
+}  # fmt: skip
+
+
+def lacking(result: dict[str, Any]) -> set[str]:
+    """What a reader needs to judge a result by, and it does not hold. Of engines the suite's command counts."""
+    keys = result.keys() | ({"command"} if "suite_command" in result else set())
+    return {"created", "command", "versions", "device"} - keys
+
+
+def test_every_result_holds_device_versions_date_and_command() -> None:
+    found = {path.name: lacking(json.loads(path.read_text(encoding="utf-8"))) for path in RESULTS.glob("*.json")}
+    assert {name: keys for name, keys in found.items() if keys} == LACKING
+    text = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in LACKING if name not in text.split("\n\n")[1]] == []
+
+
+def test_a_result_without_command_is_noticed() -> None:
+    whole = dict.fromkeys(("created", "command", "versions", "device"), "")
+    assert lacking(whole) == set()
+    assert lacking({key: "" for key in whole if key != "command"}) == {"command"}
+    assert lacking({key: "" for key in whole if key != "command"} | {"suite_command": ""}) == set()
 
 
 def test_a_result_that_was_interrupted_is_called_so_where_it_is_cited() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -29,6 +30,10 @@ def test_reference_passes_clause_by_clause_without_a_fallback(run: Any) -> None:
     assert result.exit_code == 0, result.output
     report = json.loads(result.stdout)
     assert report["ok"] is True
+    assert report["command"] == (
+        "qwen35 conform reference --port gated_delta_rule --examples 3 --clause padding --device cpu"
+    )
+    assert datetime.now(UTC) - datetime.fromisoformat(report["created"]) < timedelta(minutes=10)
     assert report["fallback"] is None
     assert report["laws"]
     for law in report["laws"]:
@@ -82,7 +87,7 @@ def test_what_a_fallback_served_is_counted_and_fails(capsys: pytest.CaptureFixtu
         gdn_fallback="reference", conv="reference",
     ))  # fmt: skip
     reports = suite.run(examples=2, profile="", clause="empty", seed=None)
-    result = document(suite.platform, PORT, "declining", reports)
+    result = document(suite.platform, PORT, "declining", reports, "qwen35 conform declining")
     counts = {law["law"]: law["fallbacks"] for law in result["laws"]}
     assert counts.pop("decode: no sequences at all") == 2, counts
     assert set(counts.values()) == {0}, counts

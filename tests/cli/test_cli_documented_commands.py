@@ -6,6 +6,7 @@ import argparse
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
@@ -52,7 +53,7 @@ def is_command(line: str) -> bool:
     if len(words) < 2:
         return False
     script = words[0] == "python" and words[1].startswith("benchmarks/")
-    return with_settings or script or words[0] in ("qwen35", "torchrun")
+    return with_settings or script or words[0] in ("qwen35", "torchrun", "make")
 
 
 def parse(line: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -71,6 +72,9 @@ def parse(line: str, monkeypatch: pytest.MonkeyPatch) -> str:
         parse_script(ROOT / words[1], [PLACEHOLDERS.get(word, word) for word in words[2:]], monkeypatch)
     elif words[0] == "qwen35":
         parse_ours(words)
+    elif words[0] == "make":
+        made = subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert made.returncode == 0, made.stderr
     else:
         assert words[:3] == ["python", "-m", "sglang.launch_server"], "what does this command belong to?"
     return words[0]
@@ -118,7 +122,7 @@ def test_every_documented_command_parses(monkeypatch: pytest.MonkeyPatch) -> Non
             seen.add(parse(line, monkeypatch))
         except (Exception, SystemExit, AssertionError) as exc:  # noqa: BLE001 - whatever the parser raises names the line
             pytest.fail(f"{file}: {line}: {exc!r}")
-    assert seen == {"qwen35", "torchrun", "python"}, "a kind of command is no longer found in the documents"
+    assert seen == {"qwen35", "torchrun", "python", "make"}, "a kind of command is no longer found in the documents"
     assert any(line.startswith("QWEN35_") for _, line in documented())
 
 

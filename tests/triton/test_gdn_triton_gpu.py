@@ -35,10 +35,12 @@ INDEX_DTYPES = [torch.int32, torch.int64]
 class Calls:
     """Random calls at the sizes of ``plan``."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, heads: tuple[int, int] = (H, HV), state: torch.dtype = torch.float32) -> None:
         self._source = torch.Generator(device="cuda").manual_seed(seed)
+        self._h, self._hv = heads
         self.plan = GdnPlan(
-            geometry=GdnGeometry(key_heads=H, value_heads=HV, key_width=W, value_width=W), state_dtype=torch.float32,
+            geometry=GdnGeometry(key_heads=heads[0], value_heads=heads[1], key_width=W, value_width=W),
+            state_dtype=state,
             device=torch.device("cuda"), max_batch=ROWS, max_tokens=TOKENS, max_draft=DRAFT,
         )  # fmt: skip
 
@@ -46,19 +48,20 @@ class Calls:
         return torch.randn(*shape, generator=self._source, device="cuda").to(dtype)
 
     def gates(self, *leading: int, raw: bool = True) -> Gates:
+        hv = self._hv
         if not raw:
-            g, beta = (self.randn(*leading, HV, dtype=torch.float32) for _ in range(2))
+            g, beta = (self.randn(*leading, hv, dtype=torch.float32) for _ in range(2))
             return LogGates(g=-g.abs(), beta=beta.sigmoid())
-        a, b, A_log, dt_bias = self.randn(*leading, HV), self.randn(*leading, HV), self.randn(HV), self.randn(HV)
+        a, b, A_log, dt_bias = self.randn(*leading, hv), self.randn(*leading, hv), self.randn(hv), self.randn(hv)
         return RawGates(a=a, b=b, A_log=A_log.float(), dt_bias=dt_bias.float())
 
     def tokens(self, *leading: int, raw: bool = True) -> dict[str, Any]:
-        q, k, v = (self.randn(*leading, heads, W) for heads in (H, H, HV))
+        q, k, v = (self.randn(*leading, heads, W) for heads in (self._h, self._h, self._hv))
         return {"q": q, "k": k, "v": v, "gates": self.gates(*leading, raw=raw)}
 
     def pool(self, rows: int, dtype: torch.dtype = torch.int32) -> dict[str, Any]:
         return {
-            "states": self.randn(2 * rows, HV, W, W, dtype=torch.float32),
+            "states": self.randn(2 * rows, self._hv, W, W, dtype=self.plan.state_dtype),
             "slots": torch.arange(rows, dtype=dtype, device="cuda"),
         }
 
@@ -70,7 +73,7 @@ class Calls:
         return ExtendCall(**self.tokens(tokens), **self.pool(2), cu_seqlens=ends)
 
     def verify(self, draft: int = DRAFT) -> VerifyCall:
-        kept = torch.zeros(ROWS, draft, HV, W, W, device="cuda")
+        kept = torch.zeros(ROWS, draft, self._hv, W, W, device="cuda")
         return VerifyCall(**self.tokens(ROWS, draft), **self.pool(ROWS), intermediates=kept)
 
 
@@ -99,6 +102,19 @@ def test_a_decode_is_one_kernel(prepared: TritonGatedDeltaRule, calls: Calls, ra
     if to_other_slots:
         call = replace(call, write_slots=call.slots + ROWS)
     names = kernels(lambda: prepared.decode(call))
+    assert len(names) == 1, names
+    assert "decode_kernel" in names[0]
+
+
+@pytest.mark.parametrize("state", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("heads", [(16, 32), (16, 64), (8, 32), (2, 8)])
+def test_a_decode_is_one_kernel_at_a_model_s_widths(
+    bare: TritonGatedDeltaRule, heads: tuple[int, int], state: torch.dtype, seed: int
+) -> None:
+    calls = Calls(seed, heads, state)
+    bare.prepare(calls.plan)
+    call = calls.decode()
+    names = kernels(lambda: bare.decode(call))
     assert len(names) == 1, names
     assert "decode_kernel" in names[0]
 

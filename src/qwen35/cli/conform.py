@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
     from qwen35.services.counters import Counters
     from qwen35.testing.conformance import LawReport
 
-SCHEMA = 4
+SCHEMA = 5
 EXIT_BROKEN = 1
 #: The settings that hand a port to one adapter.
 _SETTINGS = {
@@ -51,7 +53,13 @@ def conform(
     named: dict[str, Any] = dict.fromkeys(_SETTINGS[port], adapter)
     suite = Suite(port, lambda: build(settings, **named))
     reports = suite.run(examples=examples or None, profile=profile, clause=clause, seed=None if seed < 0 else seed)
-    result = document(suite.platform, port, adapter, reports, suite.interrupted)
+    options = {
+        "port": port, "examples": examples or "", "profile": profile, "clause": clause,
+        "seed": "" if seed < 0 else seed, "device": device,
+    }  # fmt: skip
+    given = [word for name, value in options.items() if value != "" for word in (f"--{name}", str(value))]
+    command = shlex.join(["qwen35", "conform", adapter, *given])
+    result = document(suite.platform, port, adapter, reports, command, suite.interrupted)
     if as_json:
         typer.echo(json.dumps(result, indent=1, allow_nan=False))
     else:
@@ -121,17 +129,19 @@ def _choice(kind: str, options: Any, name: str) -> Any:
 
 
 def document(
-    platform: Platform, port: str, adapter: str, reports: list[LawReport], interrupted: bool = False
+    platform: Platform, port: str, adapter: str, reports: list[LawReport], command: str, interrupted: bool = False
 ) -> dict[str, Any]:
-    """What ``--json`` prints. ``ok``: every law was asked, something passed and nothing failed. ``fallback`` is None:
-    none is configured. ``fallbacks`` counts the calls that one served all the same; a law with any has failed."""
+    """What ``--json`` prints. ``command``: what ran; its laws have the seeds. ``ok``: every law was asked, something
+    passed and nothing failed. ``fallback`` is None: none is configured. ``fallbacks`` counts the calls that one served
+    all the same; a law with any has failed."""
     from qwen35.testing.conformance import LawStatus
     from qwen35.testing.machine import device_facts, versions
 
     passed = any(report.status is LawStatus.PASSED for report in reports)
     laws = [asdict(report) | {"clause": str(report.clause), "status": str(report.status)} for report in reports]
     return {
-        "schema": SCHEMA, "kind": "conform", "port": port, "adapter": adapter,
+        "schema": SCHEMA, "kind": "conform", "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command, "port": port, "adapter": adapter,
         "ok": passed and not interrupted and all(report.ok for report in reports), "interrupted": interrupted,
         "fallback": None, "fallbacks": sum(report.fallbacks for report in reports),
         "device": device_facts(platform), "versions": versions(), "laws": laws,
