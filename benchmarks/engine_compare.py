@@ -32,6 +32,23 @@ def leading(first: list[list[int]], second: list[list[int]]) -> list[int]:
     return same
 
 
+def outputs(first: dict[str, Any], run: dict[str, Any]) -> dict[str, float] | None:
+    """Mean and largest difference of the log-probabilities of chosen ids, and over how many ``tokens``.
+
+    Of each prompt only the leading ids that are equal in both count: behind the first that differs, contexts do too.
+    A prompt that has not one log-probability an id is left out. None where nothing is left.
+    """
+    if any(name not in one for one in (first, run) for name in ("output_ids", "output_logprobs")):
+        return None
+    pairs: tuple[list[list[float]], list[list[float]]] = ([], [])
+    for index, same in enumerate(leading(first["output_ids"], run["output_ids"])):
+        if all(len(one["output_logprobs"][index]) == len(one["output_ids"][index]) for one in (first, run)):
+            for values, one in zip(pairs, (first, run), strict=True):
+                values.append(one["output_logprobs"][index][:same])
+    tokens = sum(map(len, pairs[0]))
+    return {**difference(*pairs), "tokens": tokens} if tokens else None
+
+
 def compare(args: argparse.Namespace) -> None:
     """Every run against the first, its own batch against its own single requests, and what else it recorded."""
     made = document([json.loads(Path(path).read_text()) for path in args.results])
@@ -42,8 +59,8 @@ def compare(args: argparse.Namespace) -> None:
 
 
 SHOWN = (
-    "tag", "prompt_logprobs", "noise", "equal_leading_ids", "same_ids", "second_pass", "cached_tokens", "after_update",
-    "throughput_ratio", "stress", "accepted", "divergences",
+    "tag", "prompt_logprobs", "output_logprobs", "noise", "equal_leading_ids", "same_ids", "second_pass",
+    "cached_tokens", "after_update", "throughput_ratio", "stress", "accepted", "divergences",
 )  # fmt: skip
 
 
@@ -69,7 +86,7 @@ def compared(first: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """One row: what ``run`` was, how far it is from ``first``, and its own figures."""
     kept = (
         "tag", "command", "plugin", "settings", "engine", "start_s", "bench", "stress", "kernels_by_rank", "counters",
-        "accepted", "samples", "device_steps",
+        "accepted", "samples", "rounds", "device_steps",
     )  # fmt: skip
     row: dict[str, Any] = {name: run[name] for name in kept if name in run}
     row["prompt_logprobs"] = difference(first["prompt_logprobs"], run["prompt_logprobs"])
@@ -78,6 +95,8 @@ def compared(first: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     if "output_ids" in first and "output_ids" in run:
         row["equal_leading_ids"] = leading(first["output_ids"], run["output_ids"])
         row["same_ids"] = first["output_ids"] == run["output_ids"]
+    if (apart := outputs(first, run)) is not None:
+        row["output_logprobs"] = apart
     if "samples" in first and "samples" in run:
         row["throughput_ratio"] = paired(first["samples"], run["samples"])
     if "prompt_logprobs_second" in run:
@@ -102,6 +121,17 @@ def paired(first: Mapping[str, list[float]], other: Mapping[str, list[float]]) -
             own = statistics.median(other[name]) / statistics.median(values)
             found[name] = {"median": middle, "low": low, "high": high, "of_medians": own}
             found[name] = {what: round(ratio, 3) for what, ratio in found[name].items()}
+    return found
+
+
+def own_rounds(samples: Mapping[str, list[float]]) -> dict[str, tuple[float, float]]:
+    """The quartiles of one engine's own rounds over their median; of measures with several rounds."""
+    found = {}
+    for name, values in samples.items():
+        if len(values) > 1:
+            ordered, middle = sorted(values), statistics.median(values)
+            low, high = (ordered[round(q * (len(ordered) - 1))] / middle for q in (0.25, 0.75))
+            found[name] = (low, high)
     return found
 
 

@@ -9,9 +9,13 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
 
 PROMPT_LENGTHS = (5, 17, 64, 200, 3, 130, 700)
 #: Ids below are special tokens of the tiny models that ``make-model`` writes.
@@ -87,20 +91,40 @@ def save_config(config: Any, directory: Path) -> None:
 
 
 def truth(args: argparse.Namespace) -> None:
-    """transformers' own prompt log-probabilities of the same tokens."""
+    """transformers' own log-probabilities of the same tokens, and its greedy ids with theirs, as ``run`` has them."""
     import torch
     from transformers import Qwen3_5MoeForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = Qwen3_5MoeForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(device).eval()
-    found = []
+
+    def logprobs(ids: list[int]) -> torch.Tensor:
+        logits: torch.Tensor = model(torch.tensor([ids], device=device)).logits[0]
+        return logits.double().log_softmax(-1).cpu()
+
     with torch.no_grad():
-        for ids in prompts(vocabulary_of(args.model)):
-            tokens = torch.tensor([ids], device=device)
-            logits = model(tokens).logits[0, :-1].double().log_softmax(-1)
-            found.append(logits.gather(1, tokens[0, 1:, None])[:, 0].tolist())
-    said = {"tag": f"transformers {args.dtype}", "prompt_logprobs": found, **where_and_when()}
+        found = continued(logprobs, prompts(vocabulary_of(args.model)), args.new)
+    said = {"tag": f"transformers {args.dtype}", **found, **where_and_when()}
     Path(args.out).write_text(json.dumps(said))
+
+
+def continued(logprobs: Callable[[list[int]], torch.Tensor], asked: list[list[int]], new: int) -> dict[str, Any]:
+    """Of each prompt the log-probabilities of its own tokens, and ``new`` greedy ids with theirs.
+
+    ``logprobs``: of every next id (columns) after each token of a sequence (rows). Every new token computes the whole
+    sequence anew, so no state of a recurrence is carried from one to the next.
+    """
+    found: dict[str, list[Any]] = {"prompt_logprobs": [], "output_ids": [], "output_logprobs": []}
+    for prompt in asked:
+        ids = list(prompt)
+        for _ in range(new):
+            ids.append(int(logprobs(ids)[-1].argmax()))
+        whole = logprobs(ids)
+        values = [float(whole[i, following]) for i, following in enumerate(ids[1:])]
+        found["prompt_logprobs"].append(values[: len(prompt) - 1])
+        found["output_ids"].append(ids[len(prompt) :])
+        found["output_logprobs"].append(values[len(prompt) - 1 :])
+    return found
 
 
 def where_and_when() -> dict[str, Any]:

@@ -67,21 +67,25 @@ _SMALL = (
     Engine(name="flashinfer", settings=FLASHINFER, flags=("--profile", *STRESS)),
     Engine(name="mixed", settings=MIXED, flags=("--profile", *STRESS)),
     Engine(name="triton_eager", settings=TRITON, engine=EAGER),
+    Engine(name="flashinfer_eager", settings=FLASHINFER, engine=EAGER),
+    Engine(name="mixed_eager", settings=MIXED, engine=EAGER),
     Engine(name="off_eager", plugin="off", engine=EAGER),
     Engine(name="off_prefill_graphs", plugin="off", engine=PREFILL_GRAPHS, flags=("--profile",)),
     Engine(name="triton_prefill_graphs", settings=TRITON, engine=PREFILL_GRAPHS, flags=("--profile",)),
     Engine(name="flashinfer_prefill_graphs", settings=FLASHINFER, engine=PREFILL_GRAPHS),
 )
 _ON = ("disable_radix_cache=false",)
+_NO_BUFFER = (*_ON, "mamba_radix_cache_strategy=no_buffer", "disable_overlap_schedule=true")
 _RADIX = (
     Engine(name="off_no_cache", plugin="off", flags=("--shared",)),
     Engine(name="off_cache", plugin="off", engine=_ON, flags=("--shared",)),
+    Engine(name="off_no_buffer", plugin="off", engine=_NO_BUFFER, flags=("--shared",)),
     Engine(name="triton_no_cache", settings=TRITON, flags=("--shared",)),
     Engine(name="triton_cache", settings=TRITON, engine=_ON, flags=("--shared",)),
+    Engine(name="triton_no_buffer", settings=TRITON, engine=_NO_BUFFER, flags=("--shared",)),
+    Engine(name="flashinfer_no_cache", settings=FLASHINFER, flags=("--shared",)),
     Engine(name="flashinfer_cache", settings=FLASHINFER, engine=_ON, flags=("--shared",)),
-    Engine(name="triton_no_buffer", settings=TRITON, flags=("--shared",),
-           engine=(*_ON, "mamba_radix_cache_strategy=no_buffer", "disable_overlap_schedule=true")),
-)  # fmt: skip
+)
 _LOAD = ("--then-load", "{model:other}")
 _REFRESH = tuple(
     engine for name, settings in (("triton", TRITON), ("flashinfer", FLASHINFER)) for engine in (
@@ -96,9 +100,12 @@ _SHADOW = (
     Engine(name="shadowed_by_flashinfer", settings=(*TRITON, "gdn_shadow=flashinfer:1"), engine=EAGER),
 )
 _DEFAULTS = tuple(
-    Engine(name=name, plugin=plugin, engine=BESIDE, flags=BENCH)
-    for name, plugin in (("absent", "absent"), ("defaults", "on"), ("absent_again", "absent"))
-)
+    Engine(name=name, plugin=plugin, engine=(*BESIDE, *engine), flags=BENCH)
+    for name, plugin, engine in (
+        ("absent", "absent", ()), ("defaults", "on", ()), ("absent_again", "absent", ()),
+        ("absent_prefill_graphs", "absent", PREFILL_GRAPHS), ("defaults_prefill_graphs", "on", PREFILL_GRAPHS),
+    )
+)  # fmt: skip
 _THROUGHPUT = tuple(
     Engine(name=name, model="heavy", plugin=plugin, settings=settings, engine=(*BESIDE, *engine), flags=BENCH)
     for name, plugin, settings, engine in (
@@ -132,6 +139,7 @@ _NEXTN = (
 _ALL_TRITON = (*TRITON, "gdn_verify=triton")
 _SPEC = (
     Engine(name="plain", plugin="off"),
+    Engine(name="triton", settings=TRITON),
     Engine(name="ngram_off", plugin="off", engine=_NGRAM),
     Engine(name="ngram_triton", settings=_ALL_TRITON, engine=_NGRAM, flags=("--profile",)),
     Engine(name="nextn_off", plugin="off", engine=_NEXTN),
@@ -147,19 +155,31 @@ SUITES = {
     "small": Suite(
         engines=_SMALL, truth=True, documents={
             "truth": ("truth", *_all(*_SMALL)), "small": _all(*_SMALL),
-            "small_eager": ("off_eager", "off", "triton_eager", "triton"),
+            "small_eager": (
+                "off_eager", "off", "triton_eager", "triton", "flashinfer_eager", "flashinfer", "mixed_eager", "mixed",
+            ),
             "prefill_graphs": (
                 "off_prefill_graphs", "off", "triton_prefill_graphs", "triton", "flashinfer_prefill_graphs",
             ),
         },
     ),
-    "radix": Suite(engines=_RADIX, documents={"radix": _all(*_RADIX)}),
+    "radix": Suite(
+        engines=_RADIX, documents={
+            "radix": _all(*_RADIX), "radix_triton": ("triton_no_cache", "triton_cache", "triton_no_buffer"),
+            "radix_flashinfer": ("flashinfer_no_cache", "flashinfer_cache"),
+        },
+    ),
     "refresh": Suite(
         engines=_REFRESH,
         documents={f"refresh_{name}": (f"{name}_cold", f"{name}_updated") for name in ("triton", "flashinfer")},
     ),
     "shadow": Suite(engines=_SHADOW, documents={"shadow": _all(*_SHADOW)}),
-    "defaults": Suite(engines=_DEFAULTS, documents={"defaults": _all(*_DEFAULTS)}, in_turn=True),
+    "defaults": Suite(
+        engines=_DEFAULTS, in_turn=True, documents={
+            "defaults": ("absent", "defaults", "absent_again"),
+            "defaults_prefill_graphs": ("absent_prefill_graphs", "defaults_prefill_graphs"),
+        },
+    ),
     "throughput": Suite(
         engines=_THROUGHPUT, in_turn=True, documents={
             "throughput": _all(*_THROUGHPUT),
@@ -170,7 +190,9 @@ SUITES = {
         engines=_FUSION, truth=True, in_turn=True,
         documents={"fusion": _all(*_FUSION), "fusion_truth": ("truth", *_all(*_FUSION))},
     ),
-    "spec": Suite(engines=_SPEC, documents={"spec": _all(*_SPEC)}),
+    "spec": Suite(
+        engines=_SPEC, documents={"spec": _all(*_SPEC), "spec_triton": ("triton", "ngram_triton", "nextn_triton")}
+    ),
     "parity": Suite(
         engines=_PARITY, documents={"parity_runs": _all(*_PARITY)}, scripts=((
             "engine_parity.py", *(f"{{work}}/recorded-{name}" for name in _all(*_PARITY)), "--out",

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, TextIO
 
 from engine_compare import say
@@ -21,6 +22,8 @@ from engine_steps import Running, Step
 
 #: Timed after one round that is thrown away.
 ROUNDS = 15
+#: How often each engine is asked for the device's part.
+TRACES = 3
 #: The longest that one generation may take, and that an engine may take to end.
 ANSWER_S, END_S = 60.0, 60.0
 #: New tokens of the generation in which the device's part of a decode is looked at; of a prefill none is asked for.
@@ -78,14 +81,28 @@ def tell(talk: TextIO, what: Any) -> None:
     talk.flush()
 
 
+def middle(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Of several traces of a step the median of each time, the lowest and the highest as ``..._range``, and how many
+    there were. Anything else is of the first; a trace without the step counts only where all are."""
+    there = [trace for trace in traces if "span_us" in trace] or traces[:1]
+    found = {**there[0], "traces": len(there)}
+    for what in ("span_us", "kernels_us"):
+        values = sorted(trace[what] for trace in there if what in trace)
+        if values:
+            found |= {what: median(values), f"{what}_range": [values[0], values[-1]]}
+    return found
+
+
 class Turns:
-    """The driver's side. ``samples``: by engine and measure, one of each round; ``device_steps``: by engine and
-    measure, what the engine answered."""
+    """The driver's side. ``samples``: by engine and measure, one of each round; ``rounds``: how many there are, for
+    every engine that came up; ``device_steps``: by engine and measure, see ``middle``."""
 
     def __init__(self, steps: Sequence[Step], path: Path, deadline: float) -> None:
         self.failures: list[dict[str, Any]] = []
         self.samples: dict[str, dict[str, list[float]]] = {}
+        self.rounds: dict[str, dict[str, int]] = {}
         self.device_steps: dict[str, dict[str, Any]] = {}
+        self._traces: dict[tuple[str, str], list[dict[str, Any]]] = {}
         self._talks: dict[str, TextIO] = {}
         path.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX) as server:
@@ -114,20 +131,28 @@ class Turns:
             self._talks[tag] = talk
             say(f"{tag}: up after {time.monotonic() - self._running[tag].began:.0f} s")
 
-    def run(self, measures: Sequence[Measure], rounds: int, deadline: float) -> None:
-        """The device's part of every measure of every engine, then every measure of every engine, round after round.
+    def run(self, measures: Sequence[Measure], rounds: int, deadline: float, traces: int = TRACES) -> None:
+        """The device's part of every measure of every engine, ``traces`` times, then every measure of every engine,
+        round after round.
 
         One engine runs at a time; whoever was first is last in the next round.
         """
+        self.rounds = {name: {measure.name: 0 for measure in measures} for name in self._talks}
         with Cores(self._running[name].process.pid for name in self._talks) as cores:
-            for name in [name for name in self._running if name in self._talks]:
-                for measure in measures:
-                    self._one(cores, name, measure, None, deadline)
+            for number in range(traces):
+                for name in self._order(number):
+                    for measure in measures:
+                        self._one(cores, name, measure, None, deadline)
             for number in range(rounds + 1):
-                names = [name for name in self._running if name in self._talks]
-                for measure in measures if names else ():
-                    for name in names[number % len(names) :] + names[: number % len(names)]:
+                for measure in measures:
+                    for name in self._order(number):
                         self._one(cores, name, measure, number, deadline)
+
+    def _order(self, number: int) -> list[str]:
+        """Of the engines that answer, in a round."""
+        names = [name for name in self._running if name in self._talks]
+        first = number % len(names) if names else 0
+        return names[first:] + names[:first]
 
     def _one(self, cores: Cores, name: str, measure: Measure, number: int | None, deadline: float) -> None:
         """One measure of one engine; ``number``: of the round, None for the device's part."""
@@ -138,7 +163,9 @@ class Turns:
                 self._ask(name, "seconds", measure, measure.short or 1, 0)  # it slept: its caches are cold
             if number is None:
                 found = self._ask(name, "device", measure, DEVICE_STEPS if measure.short else 0, 0)
-                self.device_steps.setdefault(name, {})[measure.name] = found
+                traces = self._traces.setdefault((name, measure.name), [])
+                traces.append(found)
+                self.device_steps.setdefault(name, {})[measure.name] = middle(traces)
                 return
             taken = measure.of(lambda new: self._fastest(name, measure, new, number))
         except (OSError, ValueError) as error:
@@ -147,6 +174,7 @@ class Turns:
             return
         if number:
             self.samples.setdefault(name, {}).setdefault(measure.name, []).append(taken)
+            self.rounds[name][measure.name] += 1
 
     def _fastest(self, name: str, measure: Measure, new: int, number: int) -> float:
         """Seconds of the fastest try of a turn; no two generations of one length have the same prompts."""

@@ -217,6 +217,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("model")
     one.add_argument("--out", required=True)
     one.add_argument("--dtype", default="float32")
+    one.add_argument("--new", type=int, default=16)
     one = command("run", run)
     one.add_argument("model")
     one.add_argument("--out", required=True)

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import engine_suite
 from engine_compare import document
-from engine_suites import MODELS, SUITES, Engine, Suite
+from engine_model import continued
+from engine_suites import EAGER, FLASHINFER, MIXED, MODELS, SUITES, TRITON, Engine, Suite
 
 
 def result(tag: str, logprobs: list[float], ids: list[int], **more: Any) -> dict[str, Any]:
@@ -22,6 +24,11 @@ def result(tag: str, logprobs: list[float], ids: list[int], **more: Any) -> dict
         "prompt_logprobs_batch": [logprobs], "output_ids": [ids], "settings": [], "engine": {"port": tag, "dtype": "x"},
         "counters": {}, **more,
     }  # fmt: skip
+
+
+def chosen(*values: float) -> dict[str, Any]:
+    """Log-probabilities of a result's ids."""
+    return {"output_logprobs": [list(values)]}
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -102,18 +109,84 @@ def test_only_asks_for_the_engines_that_it_names(tmp_path: Path, capsys: pytest.
 
 
 def test_the_suite_of_logprobs_holds_both_of_sglangs_own_kernels() -> None:
+    assert differing("small", "off", "off_flashinfer") == {
+        f"linear_attn_{phase}_backend": ["triton", "flashinfer"] for phase in ("prefill", "decode")
+    }
+
+
+def test_outputs_are_compared_as_long_as_both_chose_the_same() -> None:
+    first = result("a", [-1.0], [7, 8, 9], **chosen(-0.5, -0.25, -4.0))
+    other = result("b", [-1.0], [7, 8, 5], **chosen(-0.5, -0.75, -1.0))
+    apart = result("c", [-1.0], [6, 8, 9], **chosen(-0.5, -0.25, -4.0))
+    short, silent = result("d", [-1.0], [7, 8, 9], **chosen(-0.5)), result("e", [-1.0], [7, 8, 9])
+    whole, two, *none = document([first, other, apart, short, silent])["rows"]
+    assert whole["output_logprobs"] == {"mean": 0.0, "max": 0.0, "tokens": 3}
+    assert two["output_logprobs"] == {"mean": 0.25, "max": 0.5, "tokens": 2}, "the third ids differ"
+    assert not any("output_logprobs" in row for row in none)
+
+
+def test_transformers_goes_on_greedily_and_has_one_log_probability_an_id() -> None:
+    def logprobs(ids: list[int]) -> torch.Tensor:
+        rows = torch.full((len(ids), 5), -9.0)
+        for place, token in enumerate(ids):
+            rows[place, (token + 1) % 5] = -0.125 * (place + 1)
+        return rows
+
+    found = continued(logprobs, [[0, 1, 3]], 3)
+    assert found == {
+        "prompt_logprobs": [[-0.125, -9.0]], "output_ids": [[4, 0, 1]], "output_logprobs": [[-0.375, -0.5, -0.625]],
+    }  # fmt: skip
+
+
+def test_a_result_says_how_many_rounds_its_figures_are_of(tmp_path: Path) -> None:
+    one = tmp_path / "one.json"
+    one.write_text(json.dumps(result("one", [-1.0], [1])))
+    turns = engine_suite.Turns([], tmp_path / "socket", time.monotonic())
+    turns.rounds, turns.samples = {"one": {"decode": 3, "prefill": 0}}, {"one": {"decode": [1.0, 4.0, 2.0]}}
+    engine_suite.record_turns(one, turns, "one", 15)
+    said = json.loads(one.read_text())
+    assert said["bench"] == {"decode": 2.0}
+    (row,) = document([said])["rows"]
+    assert row["rounds"] == {"asked": 15, "made": {"decode": 3, "prefill": 0}}
+
+
+def differing(suite: str, *names: str) -> dict[str, list[Any]]:
+    """SGLang's arguments that two engines do not share, the port apart."""
     import sglang_engine
 
-    places = engine_suite.Places("small", Path("out"), Path("work"))
-    own = [engine for engine in SUITES["small"].engines if engine.name in ("off", "off_flashinfer")]
+    places = engine_suite.Places(suite, Path("out"), Path("work"))
+    engines = [next(engine for engine in SUITES[suite].engines if engine.name == name) for name in names]
     asked = [
         sglang_engine.engine_arguments(sglang_engine.parser().parse_args(step.command[2:]))
-        for step in engine_suite.engine_steps(places, own, ["0"], 31_000)
+        for step in engine_suite.engine_steps(places, engines, ["0"], 31_000)
     ]
-    differ = {name: [args[name] for args in asked] for name in asked[0] if asked[0][name] != asked[1].get(name)}
-    assert differ == {
-        f"linear_attn_{phase}_backend": ["triton", "flashinfer"] for phase in ("prefill", "decode")
-    }  # fmt: skip
+    found = {name: [args.get(name) for args in asked] for name in set().union(*asked)}
+    return {name: values for name, values in found.items() if values[0] != values[1]}
+
+
+def test_every_kernel_choice_is_compared_with_itself() -> None:
+    def engines(suite: str, document: str) -> list[Engine]:
+        of = {engine.name: engine for engine in SUITES[suite].engines}
+        return [of[name] for name in SUITES[suite].documents[document] if name != "truth"]
+
+    small = engines("small", "small_eager")
+    assert {engine.name for engine in small} <= {engine.name for engine in engines("small", "truth")}
+    assert {engine.settings for engine in small if engine.engine == EAGER} == {(), TRITON, FLASHINFER, MIXED}
+    first, *drafts = engines("spec", "spec_triton")
+    assert (first.plugin, first.settings, first.engine) == ("on", TRITON, ())
+    assert all(set(TRITON) < set(engine.settings) and engine.engine for engine in drafts)
+    for name, settings in (("triton", TRITON), ("flashinfer", FLASHINFER)):
+        assert {engine.settings for engine in engines("radix", f"radix_{name}")} == {settings}
+        assert differing("radix", f"{name}_no_cache", f"{name}_cache") == {"disable_radix_cache": [True, False]}
+    assert differing("radix", "off_no_buffer", "triton_no_buffer") == {}
+
+
+def test_defaults_are_compared_with_prefill_graphs_too() -> None:
+    pair = SUITES["defaults"].documents["defaults_prefill_graphs"]
+    of = {engine.name: engine.plugin for engine in SUITES["defaults"].engines}
+    assert [of[name] for name in pair] == ["absent", "on"]
+    assert differing("defaults", *pair) == {}
+    assert differing("defaults", "defaults", pair[1]) == {"disable_prefill_cuda_graph": [True, False]}
 
 
 def test_a_weight_update_is_compared_with_the_cold_engine() -> None:

@@ -11,19 +11,20 @@ from pathlib import Path
 import engine_turns
 from engine_compare import paired
 from engine_steps import Step
-from engine_turns import Measure, Turns
+from engine_turns import Measure, Turns, middle
 
 BENCHMARKS = Path(engine_turns.__file__).parent
 
 #: An engine of 10 ms a token and ``slow`` times that, half as fast every other time it is asked the same; the third
-#: answer ends it where ``dies``.
+#: answer ends it where ``dies``. Its device needs 1,000 us a row, then 1,300, then 1,100, and so on.
 ENGINE = """
 import sys
 sys.path.insert(0, {folder!r})
 from engine_turns import serve
-answers = []
+answers, traced = [], []
 def device(batch, length, new, seed):
-    return {{"span_us": {slow} * 1000.0 * batch, "new": new}}
+    traced.append((batch, length))
+    return {{"span_us": {slow} * (1000, 1300, 1100)[traced.count((batch, length)) % 3 - 1] * batch, "new": new}}
 def seconds(batch, length, new, seed):
     answers.append((batch, length, new, seed))
     if {dies} and len(answers) > 2:
@@ -58,11 +59,13 @@ def test_engines_are_asked_in_turn_and_compared_round_by_round(tmp_path: Path) -
     assert {name: len(values) for name, values in turns.samples["plain"].items()} == {decode: 3, prefill: 3}
     assert abs(turns.samples["plain"][decode][0] - 2 * 10 / 0.1) < 1e-6
     assert abs(turns.samples["plain"][prefill][0] - 200 / 0.03) < 1e-6
-    steps = {"plain": 2000.0, "slow": 4000.0, "dies": 2000.0}
-    assert turns.device_steps == {
-        name: {decode: {"span_us": us, "new": engine_turns.DEVICE_STEPS}, prefill: {"span_us": us / 2, "new": 0}}
-        for name, us in steps.items()
-    }
+    assert turns.rounds["plain"] == turns.rounds["slow"] == {decode: 3, prefill: 3}
+    assert turns.rounds["dies"] == {decode: 0, prefill: 0}
+    for name, times in (("plain", 1), ("slow", 2)):
+        step, other = turns.device_steps[name][decode], turns.device_steps[name][prefill]
+        assert step == {"span_us": 2200 * times, "span_us_range": [2000 * times, 2600 * times], "traces": 3,
+                        "new": engine_turns.DEVICE_STEPS}  # fmt: skip
+        assert other == {"span_us": 1100 * times, "span_us_range": [1000 * times, 1300 * times], "traces": 3, "new": 0}
     ratio = paired(turns.samples["plain"], turns.samples["slow"])
     assert ratio[decode] == ratio[prefill] == {"median": 0.5, "low": 0.5, "high": 0.5, "of_medians": 0.5}
     assert sorted({failure["name"] for failure in turns.failures}) == ["absent", "dies"]
@@ -72,12 +75,43 @@ def test_engines_are_asked_in_turn_and_compared_round_by_round(tmp_path: Path) -
     assert len(prefills) == len(set(prefills)) == 4 * 3, "and new ones in every try of every round"
 
 
+def test_traces_without_the_step_count_only_where_all_are() -> None:
+    empty, low = {"forwards": 0}, {"forwards": 8, "span_us": 9.0, "kernels_us": 5.0}
+    high = {"forwards": 7, "span_us": 8.0, "kernels_us": 6.0}
+    assert middle([empty]) == {"forwards": 0, "traces": 1}
+    assert middle([empty, low, high]) == {
+        "forwards": 8, "traces": 2, "span_us": 8.5, "span_us_range": [8.0, 9.0],
+        "kernels_us": 5.5, "kernels_us_range": [5.0, 6.0],
+    }  # fmt: skip
+
+
+def test_engines_are_traced_in_turn(tmp_path: Path) -> None:
+    path, shared = Path(tempfile.mkdtemp()) / "socket", tmp_path / "order"
+    code = f"""
+import sys
+sys.path.insert(0, {str(BENCHMARKS)!r})
+from engine_turns import serve
+def device(**asked):
+    with open({str(shared)!r}, "a") as order:
+        print(sys.argv[1], asked["batch"], file=order)
+    return {{"span_us": 1.0}}
+serve({str(path)!r}, sys.argv[1], {{"seconds": lambda **asked: 1.0, "device": device}})
+"""
+    steps = [Step(name, (sys.executable, "-c", code, name), tmp_path / name, 30.0) for name in ("one", "two")]
+    turns = Turns(steps, path, time.monotonic() + 60)
+    turns.run((Measure(1, 100), Measure(2, 100)), 0, time.monotonic() + 60, traces=2)
+    turns.end()
+    first, then = ["one 1", "one 2"], ["two 1", "two 2"]
+    assert shared.read_text().splitlines() == [*first, *then, *then, *first]
+
+
 def test_a_round_that_is_late_is_left_out(tmp_path: Path) -> None:
     path = Path(tempfile.mkdtemp()) / "socket"
     turns = Turns([engine(tmp_path, path, "plain")], path, time.monotonic() + 60)
     turns.run((Measure(1, 100),), 3, time.monotonic())
     turns.end()
     assert turns.samples == {}
+    assert turns.rounds == {"plain": {"prefill tokens/s, 100 tokens": 0}}, "and it is said"
     assert turns.failures == []
 
 
