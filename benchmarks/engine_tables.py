@@ -7,20 +7,23 @@ from collections.abc import Callable, Iterable, Mapping
 from statistics import median
 from typing import Any
 
-from engine_compare import paired
+from engine_compare import own_rounds, paired
 
 Row = dict[str, Any]
 
 
 def engines_table(report: Row) -> str:
-    """A row an engine against the first, then ours against SGLang's best; columns that no engine fills are left out."""
+    """A row an engine against the first, how far the first's own rounds are apart, then ours against SGLang's best;
+    columns that no engine fills are left out."""
     first, rows = report["against"], [row | _ratios(report["rows"][0], row) for row in report["rows"]]
     ratios: Mapping[str, Row] = next((row["throughput_ratio"] for row in rows if "throughput_ratio" in row), {})
     steps = _steps(report)
     columns: list[tuple[str, Callable[[Row], str]]] = [
         (f"prompt log-probabilities from {first}'s, mean (largest)", lambda row: _apart(row.get("prompt_logprobs"))),
         ("leading ids as there", _ids),
+        ("log-probabilities of those ids, mean (largest) of how many", _outputs),
         ("a second pass, which hits the cache", lambda row: _apart(row.get("second_pass"))),
+        ("a batch of all, from one by one", _batch),
         ("tokens that the cache spared", lambda row: str(row.get("cached_tokens", {}).get("second", ""))),
         ("weights updated, from a cold engine's", lambda row: _apart(row.get("after_update", {}).get("from_cold"))),
         ("served whole, of those not cancelled", _stress),
@@ -31,11 +34,10 @@ def engines_table(report: Row) -> str:
         ("our calls counted", lambda row: _calls(row.get("counters", {}))),
     ]  # fmt: skip
     used = [column for column in columns if any(column[1](row) for row in rows)]
-    rows += against_best(rows) if ratios else []
-    spread = any(f["low"] != f["high"] for row in rows for f in row.get("throughput_ratio", {}).values())
-    how = _ROUNDS if spread else "of each engine's own median."
-    about = f"Ratios are of tokens a second, {how} {_parts(steps)}"
-    lines = [_caption(report, about if ratios else "")]
+    own, best = (_own(rows[0], "the first engine's"), against_best(rows)) if ratios else ([], [])
+    rows += [*own, *best]
+    about = f"{_ratios_are(rows)} {_cut(rows)}{_parts(steps, rows)}" if ratios else _cut(rows[:1])
+    lines = [_caption(report, about)]
     lines += ["", f"| engine | {' | '.join(name for name, _ in used)} |", "| --- " * (len(used) + 1) + "|"]
     lines += [f"| {row['tag']} | {' | '.join(cell(row) for _, cell in used)} |" for row in rows]
     if report.get("missing"):
@@ -43,11 +45,40 @@ def engines_table(report: Row) -> str:
     return "\n".join(lines)
 
 
-#: Both, since either may be the chance of a few rounds.
-_ROUNDS = (
-    "round by round: the median (quartiles), then that of the engines' own medians. Where 1 lies between the "
-    "quartiles, or between the two, neither engine is shown to be faster."
-)
+def _ratios_are(rows: list[Row]) -> str:
+    """What ratios are, and when they show nothing: the host sets the pace, and rounds are few."""
+    said = "of each engine's own median."
+    if any(found["low"] != found["high"] for row in rows for found in row.get("throughput_ratio", {}).values()):
+        own = "; nor where a ratio lies between the quartiles of one engine's own rounds, here over their median"
+        said = (
+            "round by round: the median (quartiles), then that of the engines' own medians. Where 1 lies between the "
+            "quartiles, or between the two, neither engine is shown to be faster"
+            f"{own if any('own' in row for row in rows) else ''}."
+        )
+    return f"Ratios are of tokens a second, {said}"
+
+
+def _own(row: Row, whose: str) -> list[Row]:
+    """A row of how far the rounds of one engine are apart, where it has several."""
+    own = own_rounds(row.get("samples", {}))
+    return [{"tag": f"{whose} own rounds: quartiles", "own": own}] if own else []
+
+
+def _cut(rows: Iterable[Row]) -> str:
+    """Which measures have fewer rounds than were asked for; older documents do not say how many those were."""
+    made: dict[tuple[str, int], list[int]] = {}
+    for row in rows:
+        for name, count in row.get("rounds", {}).get("made", {}).items():
+            made.setdefault((name, row["rounds"]["asked"]), []).append(count)
+    fewer = [
+        f"{name.replace(' tokens/s', '')}: {_between(min(counts), max(counts))} of {asked}"
+        for (name, asked), counts in made.items() if min(counts) < asked
+    ]  # fmt: skip
+    return f"Rounds were cut off ({'; '.join(fewer)}). " if fewer else ""
+
+
+def _between(low: float, high: float) -> str:
+    return f"{low} to {high}" if low != high else f"{low}"
 
 
 def against_best(rows: list[Row]) -> list[Row]:
@@ -62,6 +93,7 @@ def against_best(rows: list[Row]) -> list[Row]:
     samples = {name: row["samples"][name] for name, row in best.items()}
     return [
         {"tag": "SGLang's best setting, by its median", "best": {name: row["tag"] for name, row in best.items()}},
+        *_own({"samples": samples}, "that setting's"),
         *({"tag": f"{row['tag']}, against that", "throughput_ratio": paired(samples, row["samples"])}
           for row in rows if row.get("plugin") == "on" and row.get("samples")),
     ]  # fmt: skip
@@ -120,6 +152,16 @@ def _ids(row: Row) -> str:
     return "all" if row["same_ids"] else ", ".join(map(str, row["equal_leading_ids"]))
 
 
+def _outputs(row: Row) -> str:
+    found = row.get("output_logprobs")
+    return f"{_apart(found)} of {found['tokens']}" if found else ""
+
+
+def _batch(row: Row) -> str:
+    """Shown where prompts share prefixes: a batch may read states that one of its prompts has just written."""
+    return _apart(row.get("noise")) if "second_pass" in row else ""
+
+
 def _stress(row: Row) -> str:
     return f"{row['stress']['complete']} of {row['stress']['of']}" if "stress" in row else ""
 
@@ -139,6 +181,9 @@ def _ratios(first: Row, row: Row) -> Row:
 def _ratio(name: str) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         found = row.get("throughput_ratio", {}).get(name)
+        if name in row.get("own", {}):
+            low, high = row["own"][name]
+            return f"{low:.2f} to {high:.2f}"
         if not found:
             return str(row.get("best", {}).get(name, ""))
         if found["low"] == found["high"]:
@@ -163,20 +208,31 @@ def _steps(report: Row) -> dict[str, tuple[str, float]]:
     return steps
 
 
-def _parts(steps: Mapping[str, tuple[str, float]]) -> str:
+def _parts(steps: Mapping[str, tuple[str, float]], rows: Iterable[Row]) -> str:
     """What figures of the device are."""
     said = {
         "span_us": "of a decode from the first kernel to the last of a replayed step",
         "kernels_us": "of a prefill the sum of its kernels' times, without the host's time between them",
     }
     parts = [text for what, text in said.items() if any(shown == what for shown, _ in steps.values())]
-    return f"The device's part: {', '.join(parts)}; and how many times as fast." if parts else ""
+    ranged = any(_range(row, name, what) for row in rows for name, (what, _) in steps.items())
+    several = "; the median (lowest to highest) of several traces" if ranged else ""
+    return f"The device's part: {', '.join(parts)}{several}; and how many times as fast." if parts else ""
+
+
+def _range(row: Row, name: str, what: str) -> str:
+    """Lowest and highest of several traces, where there were several."""
+    step = row.get("device_steps", {}).get(name, {})
+    if step.get("traces", 1) < 2:
+        return ""
+    low, high = step[f"{what}_range"]
+    return f" ({low:.1f} to {high:.1f})"
 
 
 def _device(name: str, what: str, first_us: float) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
         found = row.get("device_steps", {}).get(name, {}).get(what)
-        return "" if found is None else f"{found:.0f} us, {first_us / found:.3f}"
+        return "" if found is None else f"{found:.0f} us{_range(row, name, what)}, {first_us / found:.3f}"
 
     return cell
 

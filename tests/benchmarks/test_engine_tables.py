@@ -82,10 +82,66 @@ def timed(tag: str, plugin: str, samples: list[float], **engine: Any) -> dict[st
 def test_both_ratios_are_shown_where_they_disagree() -> None:
     rows = [timed("sglang", "off", [1.0, 4.0, 2.0]), timed("triton", "on", [1.5, 1.6, 2.2])]
     table = engines_table({**USED, "against": "sglang", "rows": rows})
-    _, _, first, triton = cells(table)
+    _, _, first, triton, _ = cells(table)
     assert first[1:] == ["1.00", "1.00"]
     assert triton[1:] == ["1.10 (0.40 to 1.50), 0.80"] * 2
     assert "then that of the engines' own medians" in table
+
+
+def test_a_ratio_stands_beside_how_far_one_engines_own_rounds_are_apart() -> None:
+    rows = [timed("sglang", "off", [4.0, 2.0, 1.0, 10.0, 5.0]), timed("triton", "on", [4.0, 3.0, 2.0, 10.0, 6.0])]
+    table = engines_table({**USED, "against": "sglang", "rows": rows})
+    assert cells(table)[-1] == ["the first engine's own rounds: quartiles", "0.50 to 1.25", "0.50 to 1.25"]
+    assert "nor where a ratio lies between the quartiles of one engine's own rounds" in table
+    ratio = {"decode tokens/s, batch 8": {"median": 1.25, "low": 1.2, "high": 1.3}}
+    without: list[dict[str, Any]] = [{"tag": tag, "throughput_ratio": ratio} for tag in ("sglang", "triton")]
+    once = [timed("sglang", "off", [4.0]), timed("triton", "on", [4.0])]
+    for rows in (without, once):
+        assert "own rounds" not in engines_table({**USED, "against": "sglang", "rows": rows})
+
+
+def test_the_caption_says_which_rounds_were_cut_off() -> None:
+    rows = [timed("sglang", "off", [4.0, 2.0]), timed("triton", "on", [4.0, 3.0])]
+    report = {**USED, "against": "sglang", "rows": rows}
+    assert "cut off" not in engines_table(report), "older documents do not say what was asked for"
+    decode, prefill = rows[0]["samples"]
+    for row, made in zip(rows, (8, 7), strict=True):
+        row["rounds"] = {"asked": 8, "made": {decode: made, prefill: 6}}
+    assert "Rounds were cut off (decode, batch 8: 7 to 8 of 8; prefill, 128 tokens: 6 of 8)." in engines_table(report)
+    for row in rows:
+        row["rounds"]["made"] = {decode: 8, prefill: 8}
+    assert "cut off" not in engines_table(report)
+    none = {"tag": "sglang", "samples": {}, "rounds": {"asked": 8, "made": {decode: 0}}}
+    assert "decode, batch 8: 0 of 8" in engines_table({**report, "rows": [none]})
+
+
+def test_several_traces_of_the_device_show_how_far_they_are_apart() -> None:
+    name = "decode tokens/s, batch 8"
+    rows = [timed("sglang", "off", [4.0]), timed("triton", "on", [4.0])]
+    for row, us in zip(rows, (1500.0, 1200.0), strict=True):
+        row["device_steps"] = {name: {"span_us": us, "span_us_range": [us - 1.25, us + 3], "traces": 3}}
+    table = engines_table({**USED, "against": "sglang", "rows": rows})
+    assert [row[3] for row in cells(table)[2:]] == [
+        "1500 us (1498.8 to 1503.0), 1.000", "1200 us (1198.8 to 1203.0), 1.250",
+    ]  # fmt: skip
+    assert "the median (lowest to highest) of several traces" in table
+    for row in rows:
+        row["device_steps"][name]["traces"] = 1
+    once = engines_table({**USED, "against": "sglang", "rows": rows})
+    assert "1200 us, 1.250" in once
+    assert "several traces" not in once
+
+
+def test_decoded_ids_and_batches_are_shown_where_they_were_compared() -> None:
+    apart = {"mean": 0.25, "max": 0.5}
+    row: dict[str, Any] = {"tag": "cache", "noise": apart, "output_logprobs": {**apart, "tokens": 12}}
+    heads, _, shown = cells(engines_table({**USED, "against": "cache", "rows": [row]}))
+    assert heads[1:] == ["log-probabilities of those ids, mean (largest) of how many"]
+    assert shown[1:] == ["0.2500 (0.500) of 12"]
+    radix = {"tag": "cache", "noise": apart, "second_pass": {"mean": 0.0, "max": 0.0}}
+    heads, _, shown = cells(engines_table({**USED, "against": "cache", "rows": [radix]}))
+    assert heads[1:] == ["a second pass, which hits the cache", "a batch of all, from one by one"]
+    assert shown[1:] == ["0.0000 (0.000)", "0.2500 (0.500)"]
 
 
 def test_ours_stands_against_sglangs_best_setting_of_each_measure() -> None:
@@ -93,12 +149,14 @@ def test_ours_stands_against_sglangs_best_setting_of_each_measure() -> None:
     fast["samples"]["prefill tokens/s, 128 tokens"] = [1.0, 1.0, 9.0]
     rows = [slow, timed("ours", "on", [4.0, 2.0, 6.0], port=3), fast]
     _, _, *shown = cells(engines_table({**USED, "against": "a", "rows": rows}))
-    assert [row[0] for row in shown[3:]] == ["SGLang's best setting, by its median", "ours, against that"]
-    assert shown[3][1:] == ["a", "a"], "of two that are equal, the first"
+    best = ["SGLang's best setting, by its median", "that setting's own rounds: quartiles", "ours, against that"]
+    assert [row[0] for row in shown[4:]] == best
+    assert shown[4][1:] == ["a", "a"], "of two that are equal, the first"
     fast["samples"]["decode tokens/s, batch 8"] = [2.5, 4.0, 2.5]
     _, _, *shown = cells(engines_table({**USED, "against": "a", "rows": rows}))
-    assert shown[3][1:] == ["b", "a"]
-    assert shown[4][1:] == ["1.60 (0.50 to 2.40), 1.60", "2.00 (1.00 to 4.00), 2.00"]
+    assert shown[4][1:] == ["b", "a"]
+    assert shown[5][1:] == ["1.00 to 1.60", "0.50 to 1.50"], "of b, then of a"
+    assert shown[6][1:] == ["1.60 (0.50 to 2.40), 1.60", "2.00 (1.00 to 4.00), 2.00"]
 
 
 def test_one_setting_of_sglang_has_no_best() -> None:
