@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from delegate import Delegate, Gdn, assert_caught, law_that_catches
 from gdn_layouts import GDN_LAYOUTS
+from gdn_limits import GDN_LIMITS
 from gdn_numbers import GDN_NUMBERS
 from gdn_sequences import GDN_SEQUENCES
 from gdn_slots import GDN_SLOTS
@@ -14,7 +15,7 @@ from qwen35.domain.capabilities import Clause
 from qwen35.ports.gated_delta_rule import DecodeCall
 
 PORT = "gated_delta_rule"
-BROKEN = (*GDN_SLOTS, *GDN_SEQUENCES, *GDN_NUMBERS, *GDN_LAYOUTS)
+BROKEN = (*GDN_SLOTS, *GDN_SEQUENCES, *GDN_LIMITS, *GDN_NUMBERS, *GDN_LAYOUTS)
 
 
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda kind: kind.__name__)
