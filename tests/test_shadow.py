@@ -178,12 +178,24 @@ def test_a_bad_call_is_refused_by_the_served_adapter_not_by_the_shadow() -> None
     assert container.counters().total("shadow_refusals", phase="decode", reason=reason) == 1
 
 
-def test_a_call_inside_capture_is_counted_and_nothing_else() -> None:
-    shade, counters = Wrapped(), Counters()
-    shadow = Shadow(ShadowSpec("shade", 1.0), shade, counters)
-    shadow.captured(Phase.DECODE)
-    assert counters.total("shadow_refusals", phase="decode", reason="inside CUDA graph capture") == 1
-    assert shade.calls == []
+@pytest.mark.parametrize("name", ["decode, padding, write slots", "verify, tree, rows", "commit"])
+def test_a_call_inside_capture_is_served_counted_and_not_repeated(
+    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Captures are pretended, since there are none on a CPU."""
+    case, shade, primary = CASES[name], Wrapped(), Wrapped()
+    container = build(shade, primary=primary)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda, "is_initialized", lambda: True)
+        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        shadowed = run(container.gated_delta_rule(), case, seed)
+    undisturbed(shadowed, run(Wrapped(), case, seed), f"{name}, seed {seed}")
+    counters = container.counters()
+    told = counters.total("shadow_refusals", phase=case.phase, adapter="shade", reason="inside CUDA graph capture")
+    assert (told, counters.total("shadow_refusals")) == (1, 1)
+    assert (len(primary.calls), shade.calls, counters.total("shadow_calls")) == (1, [], 0)
+    run(container.gated_delta_rule(), case, seed)
+    assert (len(primary.calls), len(shade.calls)) == (2, 1), "eagerly it is repeated"
 
 
 @pytest.mark.gpu

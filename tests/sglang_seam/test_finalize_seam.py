@@ -255,21 +255,27 @@ def test_the_last_layer_defers_where_the_finalize_is_eligible() -> None:
 
 @older_only
 @pytest.mark.row("C04", "C05")
-def test_an_mlps_output_is_what_its_layer_announced() -> None:
+def test_an_mlps_output_is_what_its_layer_announces_by_our_workspace() -> None:
     from sglang.srt.models.qwen3_5 import _finish_mlp_output
 
-    given, tensor = handoff(2), torch.zeros(2, HIDDEN)
-    assert _finish_mlp_output(given, expect_deferred=True) is given
-    assert _finish_mlp_output(tensor, expect_deferred=False) is tensor
-    assert tensor._sglang_needs_allreduce_fusion  # type: ignore[attr-defined]
-    with pytest.raises(RuntimeError, match="unexpected"):
-        _finish_mlp_output(given, expect_deferred=False)
+    machine, service = FusedMachine(), sglangs_service()
+    service.prepare(max_m=3)
+    layer = communicator(service, gemma(HIDDEN, BF16))
+    defers = layer.should_fuse_mlp_allreduce_with_next_layer
+    given = _finish_mlp_output(handoff(3), expect_deferred=defers(batch(3)))
+    layer.prepare_attn(given, torch.randn(3, HIDDEN).to(BF16), batch(3))
+    assert [name for name, _ in machine.fused] == ["finalize"], "what is announced, ours takes"
     with pytest.raises(RuntimeError, match="expected a FlashInfer deferred-finalize handoff"):
-        _finish_mlp_output(tensor, expect_deferred=True)
+        _finish_mlp_output(torch.zeros(3, HIDDEN), expect_deferred=defers(batch(3)))
+    with pytest.raises(RuntimeError, match="unexpected"):  # one more than our workspace has room for
+        _finish_mlp_output(handoff(4), expect_deferred=defers(batch(4)))
+    share = torch.zeros(4, HIDDEN)
+    assert _finish_mlp_output(share, expect_deferred=defers(batch(4))) is share
+    assert share._sglang_needs_allreduce_fusion  # type: ignore[attr-defined]
 
 
-@pytest.mark.row("C01", "C02")
-def test_only_the_mixtures_target_model_asks_for_a_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sglang_asks_for_a_workspace_for_the_mixtures_target_model_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the seam relies on; SGLang's own."""
     from sglang.srt.models.qwen3_5 import _use_mnnvl_cutedsl_fusion
     from sglang.srt.runtime_context import get_exec
 
