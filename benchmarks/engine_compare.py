@@ -49,6 +49,16 @@ def outputs(first: dict[str, Any], run: dict[str, Any]) -> dict[str, float] | No
     return {**difference(*pairs), "tokens": tokens} if tokens else None
 
 
+def decoded(run: dict[str, Any]) -> dict[str, float] | None:
+    """How far the log-probabilities of the ids that ``run`` decoded (or verified) are from transformers' of the same
+    ids, and of how many ``tokens``. None where nobody judged them. The first id of a prompt is left out: extend gives
+    it."""
+    if "output_logprobs_truth" not in run:
+        return None
+    own, truth = ([values[1:] for values in run[name]] for name in ("output_logprobs", "output_logprobs_truth"))
+    return {**difference(truth, own), "tokens": sum(map(len, own))}
+
+
 def compare(args: argparse.Namespace) -> None:
     """Every run against the first, its own batch against its own single requests, and what else it recorded."""
     made = document([json.loads(Path(path).read_text()) for path in args.results])
@@ -59,8 +69,8 @@ def compare(args: argparse.Namespace) -> None:
 
 
 SHOWN = (
-    "tag", "prompt_logprobs", "output_logprobs", "noise", "equal_leading_ids", "same_ids", "second_pass",
-    "cached_tokens", "after_update", "throughput_ratio", "stress", "accepted", "divergences",
+    "tag", "prompt_logprobs", "output_logprobs", "decoded_from_truth", "noise", "equal_leading_ids", "same_ids",
+    "second_pass", "cached_tokens", "after_update", "throughput_ratio", "stress", "accepted", "divergences",
 )  # fmt: skip
 
 
@@ -97,6 +107,8 @@ def compared(first: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
         row["same_ids"] = first["output_ids"] == run["output_ids"]
     if (apart := outputs(first, run)) is not None:
         row["output_logprobs"] = apart
+    if (judged := decoded(run)) is not None:
+        row["decoded_from_truth"] = judged
     if "samples" in first and "samples" in run:
         row["throughput_ratio"] = paired(first["samples"], run["samples"])
     if "prompt_logprobs_second" in run:

@@ -90,29 +90,57 @@ def save_config(config: Any, directory: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"full_attention_interval": 4}, indent=1))
 
 
-def truth(args: argparse.Namespace) -> None:
-    """transformers' own log-probabilities of the same tokens, and its greedy ids with theirs, as ``run`` has them."""
+#: Of every next id (columns) after each token of a sequence (rows).
+LogProbabilities = Callable[[list[int]], "torch.Tensor"]
+
+
+def by_transformers(directory: str, dtype: str) -> LogProbabilities:
+    """transformers' own log-probabilities with the checkpoint in ``directory``."""
     import torch
     from transformers import Qwen3_5MoeForCausalLM
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = Qwen3_5MoeForCausalLM.from_pretrained(args.model, dtype=getattr(torch, args.dtype)).to(device).eval()
+    model = Qwen3_5MoeForCausalLM.from_pretrained(directory, dtype=getattr(torch, dtype)).to(device).eval()
 
+    @torch.no_grad()
     def logprobs(ids: list[int]) -> torch.Tensor:
         logits: torch.Tensor = model(torch.tensor([ids], device=device)).logits[0]
         return logits.double().log_softmax(-1).cpu()
 
-    with torch.no_grad():
-        found = continued(logprobs, prompts(vocabulary_of(args.model)), args.new)
+    return logprobs
+
+
+def truth(args: argparse.Namespace) -> None:
+    """transformers' own log-probabilities of the same tokens, and its greedy ids with theirs, as ``run`` has them."""
+    found = continued(by_transformers(args.model, args.dtype), prompts(vocabulary_of(args.model)), args.new)
     said = {"tag": f"transformers {args.dtype}", **found, **where_and_when()}
     Path(args.out).write_text(json.dumps(said))
 
 
-def continued(logprobs: Callable[[list[int]], torch.Tensor], asked: list[list[int]], new: int) -> dict[str, Any]:
+def judge(args: argparse.Namespace) -> None:
+    """transformers' log-probabilities of the ids that engines chose, added to their results; those that are not there
+    are left out."""
+    logprobs, asked = by_transformers(args.model, args.dtype), prompts(vocabulary_of(args.model))
+    for path in map(Path, args.results):
+        if path.is_file():
+            result = json.loads(path.read_text())
+            result["output_logprobs_truth"] = judged(logprobs, asked, result["output_ids"])
+            path.write_text(json.dumps(result, indent=1))
+
+
+def judged(logprobs: LogProbabilities, asked: list[list[int]], chosen: list[list[int]]) -> list[list[float]]:
+    """Of each prompt the log-probabilities of the ids ``chosen`` after it, each given all of those before."""
+    found = []
+    for prompt, ids in zip(asked, chosen, strict=True):
+        whole = logprobs([*prompt, *ids])
+        found.append([float(whole[len(prompt) - 1 + i, token]) for i, token in enumerate(ids)])
+    return found
+
+
+def continued(logprobs: LogProbabilities, asked: list[list[int]], new: int) -> dict[str, Any]:
     """Of each prompt the log-probabilities of its own tokens, and ``new`` greedy ids with theirs.
 
-    ``logprobs``: of every next id (columns) after each token of a sequence (rows). Every new token computes the whole
-    sequence anew, so no state of a recurrence is carried from one to the next.
+    Every new token computes the whole sequence anew, so no state of a recurrence is carried from one to the next.
     """
     found: dict[str, list[Any]] = {"prompt_logprobs": [], "output_ids": [], "output_logprobs": []}
     for prompt in asked:

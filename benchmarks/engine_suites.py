@@ -60,6 +60,12 @@ def _all(*engines: Engine) -> tuple[str, ...]:
     return tuple(engine.name for engine in engines)
 
 
+def _judged(suite: str, *engines: Engine) -> tuple[tuple[str, ...], ...]:
+    """transformers judges what the engines of ``suite`` decoded."""
+    results = (f"{{out}}/{suite}-{engine.name}.json" for engine in engines)
+    return (("sglang_engine.py", "judge", "{model:small}", *results),)
+
+
 _SMALL = (
     Engine(name="off", plugin="off", flags=("--profile", *STRESS)),
     Engine(name="off_flashinfer", plugin="off", engine=(_FI_DECODE, _FI_PREFILL), flags=("--profile",)),
@@ -153,7 +159,7 @@ _PARITY = tuple(
 
 SUITES = {
     "small": Suite(
-        engines=_SMALL, truth=True, documents={
+        engines=_SMALL, truth=True, scripts=_judged("small", *_SMALL), documents={
             "truth": ("truth", *_all(*_SMALL)), "small": _all(*_SMALL),
             "small_eager": (
                 "off_eager", "off", "triton_eager", "triton", "flashinfer_eager", "flashinfer", "mixed_eager", "mixed",
@@ -187,11 +193,12 @@ SUITES = {
         },
     ),
     "fusion": Suite(
-        engines=_FUSION, truth=True, in_turn=True,
+        engines=_FUSION, truth=True, in_turn=True, scripts=_judged("fusion", *_FUSION),
         documents={"fusion": _all(*_FUSION), "fusion_truth": ("truth", *_all(*_FUSION))},
     ),
     "spec": Suite(
-        engines=_SPEC, documents={"spec": _all(*_SPEC), "spec_triton": ("triton", "ngram_triton", "nextn_triton")}
+        engines=_SPEC, documents={"spec": _all(*_SPEC), "spec_triton": ("triton", "ngram_triton", "nextn_triton")},
+        scripts=_judged("spec", *_SPEC),
     ),
     "parity": Suite(
         engines=_PARITY, documents={"parity_runs": _all(*_PARITY)}, scripts=((

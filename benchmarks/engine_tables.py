@@ -22,6 +22,7 @@ def engines_table(report: Row) -> str:
         (f"prompt log-probabilities from {first}'s, mean (largest)", lambda row: _apart(row.get("prompt_logprobs"))),
         ("leading ids as there", _ids),
         ("log-probabilities of those ids, mean (largest) of how many", _outputs),
+        ("of all ids that it decoded, from transformers float32's", _decoded),
         ("a second pass, which hits the cache", lambda row: _apart(row.get("second_pass"))),
         ("a batch of all, from one by one", _batch),
         ("tokens that the cache spared", lambda row: str(row.get("cached_tokens", {}).get("second", ""))),
@@ -154,6 +155,11 @@ def _ids(row: Row) -> str:
 
 def _outputs(row: Row) -> str:
     found = row.get("output_logprobs")
+    return f"{_apart(found)} of {found['tokens']}" if found else ""
+
+
+def _decoded(row: Row) -> str:
+    found = row.get("decoded_from_truth")
     return f"{_apart(found)} of {found['tokens']}" if found else ""
 
 

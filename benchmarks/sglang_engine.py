@@ -35,7 +35,7 @@ from typing import Any
 
 from engine_compare import compare, say
 from engine_extras import bring_extras
-from engine_model import make_model, prompts, truth, vocabulary_of, where_and_when
+from engine_model import judge, make_model, prompts, truth, vocabulary_of, where_and_when
 from engine_observed import counters, profile, steps_of
 from engine_recorder import CALLS, DIRECTORY
 from engine_shared import shared
@@ -218,6 +218,10 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--out", required=True)
     one.add_argument("--dtype", default="float32")
     one.add_argument("--new", type=int, default=16)
+    one = command("judge", judge)
+    one.add_argument("model")
+    one.add_argument("results", nargs="+")
+    one.add_argument("--dtype", default="float32")
     one = command("run", run)
     one.add_argument("model")
     one.add_argument("--out", required=True)

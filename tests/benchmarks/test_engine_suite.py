@@ -13,7 +13,7 @@ import torch
 
 import engine_suite
 from engine_compare import document
-from engine_model import continued
+from engine_model import continued, judged
 from engine_suites import EAGER, FLASHINFER, MIXED, MODELS, SUITES, TRITON, Engine, Suite
 
 
@@ -123,6 +123,35 @@ def test_outputs_are_compared_as_long_as_both_chose_the_same() -> None:
     assert whole["output_logprobs"] == {"mean": 0.0, "max": 0.0, "tokens": 3}
     assert two["output_logprobs"] == {"mean": 0.25, "max": 0.5, "tokens": 2}, "the third ids differ"
     assert not any("output_logprobs" in row for row in none)
+
+
+def by_place(ids: list[int]) -> torch.Tensor:
+    """A log-probability of -(place + id / 8) for every id, so that each value says where it was taken."""
+    return -(torch.arange(len(ids))[:, None] + torch.arange(8) / 8)
+
+
+def test_what_an_engine_decoded_is_judged_on_its_own_ids(tmp_path: Path) -> None:
+    truth = judged(by_place, [[1, 2, 3], [5]], [[4, 0], [7, 6]])
+    assert truth == [[-2.5, -3.0], [-0.875, -1.75]]
+    run = result("a", [-1.0], [4, 0]) | {
+        "output_ids": [[4, 0], [7, 6]], "output_logprobs": [[-9.0, -3.25], [-9.0, -1.0]],
+        "output_logprobs_truth": truth,
+    }  # fmt: skip
+    (row,) = document([run])["rows"]
+    assert row["decoded_from_truth"] == {"mean": 0.5, "max": 0.75, "tokens": 2}, "the first id of each is extend's"
+    (silent,) = document([result("a", [-1.0], [4, 0])])["rows"]
+    assert "decoded_from_truth" not in silent
+
+
+def test_suites_of_the_small_model_have_transformers_judge_every_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for suite in ("small", "spec", "fusion"):
+        engine_suite.main([suite, "--out", str(tmp_path), "--work", str(tmp_path), "--gpus", "2", "--list"])
+        last = capsys.readouterr().out.splitlines()[-1].split()
+        at = last.index("judge")
+        assert last[at + 1] == str(tmp_path / "small")
+        assert last[at + 2 :] == [str(tmp_path / f"{suite}-{engine.name}.json") for engine in SUITES[suite].engines]
 
 
 def test_transformers_goes_on_greedily_and_has_one_log_probability_an_id() -> None:
