@@ -35,6 +35,9 @@ def shared(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
         "prompt_logprobs": tail_logprobs(first), "prompt_logprobs_second": tail_logprobs(second),
         "prompt_logprobs_batch": tail_logprobs(batch), "output_ids": [said["output_ids"] for said in first],
         "output_ids_second": [said["output_ids"] for said in second],
+        "output_logprobs": [
+            [entry[0] for entry in said["meta_info"]["output_token_logprobs"]] for said in first
+        ],
         "cached_tokens": {
             name: [said["meta_info"]["cached_tokens"] for said in outputs]
             for name, outputs in (("first", first), ("second", second), ("batch", batch))
