@@ -211,6 +211,8 @@ def _around_scheduler(
     one = _begin(settings, release, partial(inspect.signature(original).bind, scheduler, *args, **kwargs))
     try:
         original(scheduler, *args, **kwargs)
+        if one is not None and one is running():
+            one.gdn.refuse_unrouted()
     except (UnsupportedError, UnavailableError, ConfigurationError) as exc:
         end_scheduler(exc)
     if one is None or one is not running():
@@ -302,7 +304,7 @@ def start(
 def announce(settings: Settings, one: Running) -> None:
     """Once the engine stands: start the metrics, in one process of each replica, and log what is done and why, at a
     level that shows, in one process of all."""
-    unrouted = None if one.gdn.backends else "this model has no Gated DeltaNet layers of Qwen3.5"
+    unrouted = one.gdn.unrouted
     if requested_phases(settings) and unrouted is not None:
         one.gdn.notes.append(f"{unrouted}: nothing is routed")
     if one.place.counts and metrics_wanted():

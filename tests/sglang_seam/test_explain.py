@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from seam_machine import Machine, start
 from test_install import pretend_release
 from typer.testing import CliRunner
 
@@ -277,23 +276,6 @@ def test_the_state_dtype_is_read_as_sglang_reads_it(tmp_path: Path, monkeypatch:
             expected = mamba2_state_dtype(config).temporal
             text = TEXT if said is None else TEXT | {"mamba_ssm_dtype": said}
             assert f"state {expected} (" in line_of(explained(tmp_path, text), "model"), (said, ordered)
-
-
-@pytest.mark.parametrize(("name", "value"), [("conv", "triton"), ("dtype", "float32"), ("state_dtype", "bfloat16")])
-def test_a_setting_that_does_nothing_inside_sglang_says_so(
-    monkeypatch: pytest.MonkeyPatch, name: str, value: str
-) -> None:
-    variable = ENVIRONMENT_PREFIX + name.upper()
-    assert variable not in sglang_plugin.explain()
-    monkeypatch.setenv(variable, value)
-    sglang_plugin.register()
-    assert f"{variable} = {value} does nothing inside SGLang: {IDLE[name]}" in sglang_plugin.explain()
-
-
-def test_the_convolution_stays_sglangs_whatever_is_set() -> None:
-    one = start(conv="triton", gdn_decode="reference")
-    Machine()
-    assert one.container.settings().conv == "reference", "the container's own, which no call of SGLang reaches"
 
 
 def documented() -> dict[str, tuple[str, str]]:

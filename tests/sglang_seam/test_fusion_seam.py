@@ -175,6 +175,18 @@ def test_a_strict_launch_that_cannot_be_fused_is_an_error() -> None:
         machine.warm_up()
 
 
+def test_a_strict_launch_of_another_family_is_an_error() -> None:
+    machine = FusedMachine(strict=True)
+    machine.runner = model_runner(model_type="llama")
+    with pytest.raises(UnsupportedError, match=r"fusion by fake: llama is not Qwen3\.5"):
+        machine.warm_up()
+    machine.runner = model_runner(model_type="llama", draft=True)
+    machine.warm_up()  # of a draft model nothing is asked
+    silent = FusedMachine(finalize="auto", strict=True)
+    silent.runner = model_runner(model_type="llama")
+    silent.warm_up()
+
+
 @pytest.mark.row("B17")
 def test_multiplexed_streams_are_refused_when_the_workspace_is_asked_for() -> None:
     from sglang.srt.runtime_context import get_disagg

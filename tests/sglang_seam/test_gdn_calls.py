@@ -294,7 +294,6 @@ def test_without_a_setting_sglangs_own_kernels_serve_and_are_counted() -> None:
     one = start()
     machine = Machine(draft=2)
     assert not machine.dispatcher.extend_uses_state_checkpoints, "SGLang's Triton plan is kept with its kernel"
-    assert not machine.dispatcher.verify_kernel_is_flashinfer
     kernel = own(machine)
     packed, a, b = machine.tokens(2)
     machine.metadata([3, 6], [0, 1, 2])

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 from seam_machine import CHANNELS, Machine, start
 from test_faults import lines, scheduler_starts
 from test_gdn_calls import ALL, own
+from typer.testing import CliRunner
 
 from fakes import FakeGatedDeltaRule, fake_entry
 from qwen35 import sglang_plugin
+from qwen35.cli.main import app
 from qwen35.container import build
 
 NAMES = dict.fromkeys(ALL, "fake")
@@ -56,6 +61,93 @@ def test_strict_ends_the_launch_of_such_a_model_in_one_line(
     assert lines(caplog) == [str(caught.value)]
     assert "\n" not in str(caught.value)
     assert started[0].container.counters().total("plans_refused") == 0
+
+
+def builds(family: str) -> None:
+    """What an engine of ``family`` with GDN layers makes."""
+    Machine(family=family)
+
+
+def test_strict_and_a_choice_end_the_launch_of_another_familys_gdn_layers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("QWEN35_SGLANG_STRICT", "1")
+    monkeypatch.setenv("QWEN35_GDN_EXTEND", "reference")
+    with pytest.raises(SystemExit) as caught:
+        scheduler_starts(monkeypatch, lambda: builds("qwen3_next"))
+    assert str(caught.value) == "qwen35: extend by reference: qwen3_next is not Qwen3.5 (QWEN35_SGLANG_STRICT)"
+    assert lines(caplog) == [str(caught.value)]
+
+
+def test_strict_and_a_choice_end_the_launch_of_a_model_without_gdn_layers(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("QWEN35_SGLANG_STRICT", "1")
+    monkeypatch.setenv("QWEN35_GDN_DECODE", "reference")
+    with pytest.raises(SystemExit) as caught:
+        scheduler_starts(monkeypatch)
+    (line,) = lines(caplog)
+    assert line == str(caught.value)
+    assert line == (
+        "qwen35: decode by reference: this model has no Gated DeltaNet layers of Qwen3.5 (QWEN35_SGLANG_STRICT)"
+    )
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", None])
+@pytest.mark.parametrize(
+    "names", [{"QWEN35_SGLANG_STRICT": "1"}, {"QWEN35_GDN_DECODE": "reference"}], ids=["no choice", "not strict"]
+)
+def test_otherwise_such_a_model_is_served_by_sglang(
+    names: dict[str, str], family: str | None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    scheduler_starts(monkeypatch, *([] if family is None else [lambda: builds(family)]))
+    assert sglang_plugin.running() is not None
+    assert "decode: SGLang's own kernel, uncounted: " in caplog.text
+    assert "the launch ends" not in caplog.text
+
+
+def test_strict_does_not_end_the_launch_of_a_model_that_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QWEN35_SGLANG_STRICT", "1")
+    monkeypatch.setenv("QWEN35_GDN_DECODE", "reference")
+    scheduler_starts(monkeypatch, lambda: builds("qwen3_5_moe_text"))
+    one = sglang_plugin.running()
+    assert one is not None
+    assert one.gdn.backends == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "llama"])
+@pytest.mark.parametrize(
+    ("variable", "line"),
+    [
+        ("QWEN35_GDN_VERIFY", "verify: reference (QWEN35_GDN_VERIFY), which cannot serve here: {} is not Qwen3.5; {}"),
+        ("QWEN35_FINALIZE", "fusion: reference (QWEN35_FINALIZE), which cannot serve here: "
+                            "model type requires qwen3_5_moe_text, got {}; {}"),
+    ],
+)  # fmt: skip
+def test_explain_says_of_such_a_model_whether_the_launch_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, variable: str, line: str
+) -> None:
+    ends = "the launch ends (QWEN35_SGLANG_STRICT)"
+    monkeypatch.setenv("QWEN35_DEVICE", "cpu")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+    arguments = ["sglang", "explain", "--model", str(tmp_path)]
+    for setting, value, code in ((variable, "reference", 0), ("QWEN35_SGLANG_STRICT", "1", 1), (variable, "auto", 0)):
+        monkeypatch.setenv(setting, value)
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == code, result.output
+        assert (f"  {line.format(family, ends)}\n" in result.output) is (code == 1), result.output
+        assert (ends in result.output) is (code == 1)
+
+
+def test_explain_names_no_fallback_for_a_model_that_nothing_of_ours_serves(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("DEVICE=cpu", "GDN_DECODE=reference", "GDN_FALLBACK=reference64", "SGLANG_STRICT=1"):
+        monkeypatch.setenv(*f"QWEN35_{name}".split("="))
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_next"}')
+    assert "QWEN35_GDN_FALLBACK) serves" not in sglang_plugin.explain(str(tmp_path))
 
 
 def test_another_family_is_said_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
 from qwen35.adapters.sglang.seam_explain import (
     ENDS,
+    STRICTLY_ENDS,
     FusionChoice,
     PhaseChoice,
     cutedsl_line,
@@ -30,6 +31,8 @@ from qwen35.services.registry import AUTO, AdapterRegistry
 from qwen35.services.short_convolution import PORT as CONVOLUTION
 from qwen35.settings import Settings
 
+#: The adapter that the setting prefill_split is for.
+SPLITS_PREFILL = "flashinfer"
 #: Settings of the library that decide nothing inside SGLang, and what decides there.
 IDLE = {
     "conv": "the short convolution is always SGLang's own",
@@ -108,15 +111,13 @@ def _phase_choice(
         can = registry.adapter(PORT, name).capabilities
     except UnavailableError as exc:
         return PhaseChoice(phase=phase, adapter=name, reasons=exc.reasons)
-    return PhaseChoice(
-        phase=phase, adapter=name, reasons=_against(can, registry, facts, phase), unrouted=unrouted,
-        then=_instead(settings, registry, facts, phase),
-    )  # fmt: skip
+    reasons, then = _against(can, registry, facts, phase), _instead(settings, registry, facts, phase)
+    if unrouted is not None and settings.sglang_strict:  # a fallback cannot serve it either
+        reasons, then = (unrouted, *reasons), STRICTLY_ENDS
+    return PhaseChoice(phase=phase, adapter=name, reasons=reasons, unrouted=unrouted, then=then)
 
 
-def _against(
-    can: Capabilities, registry: AdapterRegistry, facts: ModelFacts | None, phase: Phase
-) -> tuple[str, ...]:
+def _against(can: Capabilities, registry: AdapterRegistry, facts: ModelFacts | None, phase: Phase) -> tuple[str, ...]:
     """Why an adapter with capabilities ``can`` serves no call of ``phase`` here, for the model where there is one."""
     if phase not in can.phases:
         return (f"{phase} is not offered",)
@@ -131,7 +132,7 @@ def _instead(settings: Settings, registry: AdapterRegistry, facts: ModelFacts | 
         can = registry.adapter(PORT, second).capabilities
         if not _against(can, registry, facts, phase):
             return f"{second} (QWEN35_GDN_FALLBACK) serves"
-    return f"{ENDS} (QWEN35_SGLANG_STRICT)" if settings.sglang_strict else "SGLang's own kernel serves"
+    return STRICTLY_ENDS if settings.sglang_strict else "SGLang's own kernel serves"
 
 
 def part_lines(
@@ -139,18 +140,36 @@ def part_lines(
 ) -> list[str]:
     """Fusion, relay, shadow, and settings that do nothing here; ``unrouted`` as in ``phase_choices``."""
     why = unrouted if facts is None else facts.unrouted
-    routed = bool(requested_phases(settings)) and why is None
+    routes = requested_phases(settings) if why is None else {}
+    # Without ``facts`` the fusion has no reasons against a model; but one without our GDN layers is never fused.
+    fuses = fusion.adapter is not None and not fusion.reasons and unrouted is None
     return [
         *fusion.lines(), relay_line("relay" in release.targets),
-        shadow_line(settings.gdn_shadow, routed), *idle_lines(settings),
+        shadow_line(settings.gdn_shadow, bool(routes)), *idle_lines(settings, routes, fuses),
     ]  # fmt: skip
 
 
-def idle_lines(settings: Settings) -> list[str]:
-    """Settings that are set and do nothing inside SGLang."""
-    values = settings.model_dump(include=set(IDLE))
-    set_ones = [name for name in IDLE if values[name] != Settings.model_fields[name].default]
-    return [idle_line(name, values[name], IDLE[name]) for name in set_ones]
+def idle_lines(settings: Settings, routes: Mapping[Phase, str], fuses: bool) -> list[str]:
+    """Settings that are set and do nothing here, where adapters of ours serve the phases of ``routes``.
+
+    ``fuses``: whether one serves all-reduce, residual and norm. The shadow has a line of its own.
+    """
+    idle = IDLE | dict(_unconcerned(settings, routes, fuses))
+    values = settings.model_dump(include=set(idle))
+    set_ones = [name for name in idle if values[name] != Settings.model_fields[name].default]
+    return [idle_line(name, values[name], idle[name]) for name in set_ones]
+
+
+def _unconcerned(settings: Settings, routes: Mapping[Phase, str], fuses: bool) -> Iterator[tuple[str, str]]:
+    """Settings that concern nothing of what is routed, and what they need."""
+    if not routes:
+        yield "gdn_fallback", "it needs a phase that an adapter of ours serves"
+    if not routes and not fuses:
+        yield "checked", "it needs a phase or a fusion that an adapter of ours serves"
+    shadow = None if settings.gdn_shadow is None else parse_shadow(settings.gdn_shadow).adapter
+    extend = routes.get(Phase.EXTEND)
+    if extend is None or SPLITS_PREFILL not in (extend, settings.gdn_fallback, shadow):
+        yield "prefill_split", f"it needs extend to be routed, and served or repeated by {SPLITS_PREFILL}"
 
 
 def fusion_choice(
@@ -164,7 +183,7 @@ def fusion_choice(
         model = (f"model type requires {' or '.join(sorted(FUSING_MODEL_TYPES))}, got {facts.family}",)
     then = ENDS
     if not machine:
-        then = f"{ENDS} (QWEN35_SGLANG_STRICT)" if settings.sglang_strict else "SGLang's own choice is kept"
+        then = STRICTLY_ENDS if settings.sglang_strict else "SGLang's own choice is kept"
     return FusionChoice(
         adapter=named, kept=settings.finalize, reasons=machine + model, then=then,
         refused_switch=refused_switch(release, registry),

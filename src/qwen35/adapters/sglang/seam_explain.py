@@ -14,6 +14,8 @@ from qwen35.domain.shadow import parse_shadow
 CUTEDSL_CAPABILITY = (10, 0)
 #: What becomes of a launch that was asked for the impossible.
 ENDS = "the launch ends"
+#: The same where SGLang could run without us.
+STRICTLY_ENDS = f"{ENDS} (QWEN35_SGLANG_STRICT)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -97,6 +97,10 @@ class FusionSeam:
         """
         family = model_runner.model_config.hf_text_config.model_type
         if not family.startswith(MODEL_FAMILY):
+            if self._strict:
+                raise UnsupportedError(
+                    f"fusion by {self._requested}", [f"{family} is not Qwen3.5 (QWEN35_SGLANG_STRICT)"]
+                )
             self._note(f"{family} is not Qwen3.5: its norms are not fused by {self._requested}")
             return
         if self._release.cutedsl_on():

@@ -27,6 +27,8 @@ logger = logging.getLogger("qwen35")
 
 #: The dispatcher's kernels, one a phase and one for draft trees.
 KERNEL_SLOTS = ("decode_kernel", "extend_kernel", "verify_kernel", "tree_verify_kernel")
+#: Where a dispatcher says that its verify kernel is FlashInfer's; a release may have none.
+VERIFY_FLAG = "verify_kernel_is_flashinfer"
 #: What hooks read of a backend while it serves, where it is too late to give up.
 _read_while_serving = operator.attrgetter("mis_metadata")
 MODEL_FAMILY = "qwen3_5"
@@ -56,6 +58,16 @@ class GdnSeam:
     def backends(self) -> int:
         """How many of SGLang's GDN backends had their kernels exchanged."""
         return len(self._exchanged)
+
+    @property
+    def unrouted(self) -> str | None:
+        """Of an engine that stands: why nothing of its model is routed; None where something may be."""
+        return None if self._exchanged else "this model has no Gated DeltaNet layers of Qwen3.5"
+
+    def refuse_unrouted(self) -> None:
+        """Raise ``UnsupportedError`` where strict, for phases that are routed of a model that has nothing to route."""
+        if self.unrouted is not None:
+            self._end_if_strict(self.unrouted)
 
     def model_line(self) -> str | None:
         """The sizes that the engine's pools have, None where no adapter was prepared for them."""
@@ -102,6 +114,7 @@ class GdnSeam:
     def _take(self, backend: Any, model_runner: Any) -> None:
         family = model_runner.model_config.hf_text_config.model_type
         if not family.startswith(MODEL_FAMILY):
+            self._end_if_strict(f"{family} is not Qwen3.5")
             self._note(f"{family} is not Qwen3.5: its GDN layers keep SGLang's own kernels, uncounted")
             return
         if deterministic() and (note := deterministic_note(self.router.routes, self._fallback)) is not None:
@@ -115,6 +128,11 @@ class GdnSeam:
         if Phase.EXTEND in router.routes and switch is not None:
             self._switched.append((weakref.ref(backend), {switch: getattr(backend, switch)}))
             setattr(backend, switch, False)
+
+    def _end_if_strict(self, reason: str) -> None:
+        if self._strict and self.router.routes:
+            chosen = ", ".join(f"{phase} by {name}" for phase, name in self.router.routes.items())
+            raise UnsupportedError(chosen, [f"{reason} (QWEN35_SGLANG_STRICT)"])
 
     def _prepare(self, service: GatedDeltaRuleService, backend: Any, model_runner: Any) -> bool:
         """Whether calls of ``backend`` may reach ``service``, which refuses by itself those that it cannot serve."""
@@ -158,10 +176,13 @@ class GdnSeam:
             )
             for kernel in originals.values()
         }  # fmt: skip
-        self._exchanged.append((weakref.ref(dispatcher), originals))
+        exchanges: dict[str, tuple[Any, Any]] = {name: (own, ours[id(own)]) for name, own in originals.items()}
+        if Phase.VERIFY in router.routes and VERIFY_FLAG in vars(dispatcher):
+            exchanges[VERIFY_FLAG] = (getattr(dispatcher, VERIFY_FLAG), False)
+        self._exchanged.append((weakref.ref(dispatcher), {name: own for name, (own, _) in exchanges.items()}))
         # supports_packed_decode stays what SGLang's decode kernel offers: a call that falls back must find its method.
-        for name, kernel in originals.items():
-            setattr(dispatcher, name, ours[id(kernel)])
+        for name, (_, new) in exchanges.items():
+            setattr(dispatcher, name, new)
 
     def _around_forward_extend(
         self, original: Callable[..., Any], backend: Any, layer: Any, forward_batch: Any, mixed_qkv: Any, a: Any,

@@ -55,7 +55,7 @@ class ModelFacts:
         """What was read, or why it does not matter."""
         g = self.geometry
         if self.unrouted is not None or g is None:
-            return f"{self.unrouted}: nothing is routed, SGLang's own kernels serve"
+            return f"{self.unrouted}: nothing is routed"
         return (
             f"{self.family}, GDN heads {g.key_heads} (q, k) and {g.value_heads} (v) before tensor parallelism, "
             f"widths {g.key_width} and {g.value_width}, state {self.state_dtype} ({self.state_source}; "
