@@ -51,12 +51,12 @@ def outputs(first: dict[str, Any], run: dict[str, Any]) -> dict[str, float] | No
 
 def decoded(run: dict[str, Any]) -> dict[str, float] | None:
     """How far the log-probabilities of the ids that ``run`` decoded (or verified) are from transformers' of the same
-    ids, and of how many ``tokens``. None where nobody judged them. The first id of a prompt is left out: extend gives
-    it."""
-    if "output_logprobs_truth" not in run:
-        return None
-    own, truth = ([values[1:] for values in run[name]] for name in ("output_logprobs", "output_logprobs_truth"))
-    return {**difference(truth, own), "tokens": sum(map(len, own))}
+    ids, and of how many ``tokens``. The first id of a prompt is left out: extend gives it. So is a prompt that has not
+    one log-probability an id. None where nobody judged them, or nothing is left."""
+    pairs = zip(run.get("output_logprobs", ()), run.get("output_logprobs_truth", ()), strict=False)
+    whole = [(values[1:], truth[1:]) for values, truth in pairs if len(values) == len(truth)]
+    tokens = sum(len(values) for values, _ in whole)
+    return {**difference([v for v, _ in whole], [t for _, t in whole]), "tokens": tokens} if tokens else None
 
 
 def compare(args: argparse.Namespace) -> None:

@@ -139,6 +139,8 @@ def test_what_an_engine_decoded_is_judged_on_its_own_ids(tmp_path: Path) -> None
     }  # fmt: skip
     (row,) = document([run])["rows"]
     assert row["decoded_from_truth"] == {"mean": 0.5, "max": 0.75, "tokens": 2}, "the first id of each is extend's"
+    (short,) = document([run | {"output_logprobs": [[-9.0], [-9.0, -1.0]]}])["rows"]
+    assert short["decoded_from_truth"] == {"mean": 0.75, "max": 0.75, "tokens": 1}
     (silent,) = document([result("a", [-1.0], [4, 0])])["rows"]
     assert "decoded_from_truth" not in silent
 
