@@ -6,7 +6,7 @@ import argparse
 import json
 import statistics
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -55,8 +55,9 @@ def decoded(run: dict[str, Any]) -> dict[str, float] | None:
     one log-probability an id. None where nobody judged them, or nothing is left."""
     pairs = zip(run.get("output_logprobs", ()), run.get("output_logprobs_truth", ()), strict=False)
     whole = [(values[1:], truth[1:]) for values, truth in pairs if len(values) == len(truth)]
-    tokens = sum(len(values) for values, _ in whole)
-    return {**difference([v for v, _ in whole], [t for _, t in whole]), "tokens": tokens} if tokens else None
+    own, truth = [values for values, _ in whole], [values for _, values in whole]
+    tokens = sum(map(len, own))
+    return {**difference(own, truth), "tokens": tokens} if tokens else None
 
 
 def compare(args: argparse.Namespace) -> None:
@@ -127,13 +128,19 @@ def paired(first: Mapping[str, list[float]], other: Mapping[str, list[float]]) -
     """``other`` over ``first`` round by round: the median, and the quartiles; and the ratio of their own medians."""
     found = {}
     for name, values in first.items():
-        ratios = sorted(b / a for a, b in zip(values, other.get(name, ()), strict=False))
+        ratios = [b / a for a, b in zip(values, other.get(name, ()), strict=False)]
         if ratios:
-            low, middle, high = (ratios[round(q * (len(ratios) - 1))] for q in (0.25, 0.5, 0.75))
+            low, middle, high = ranked(ratios, 0.25, 0.5, 0.75)
             own = statistics.median(other[name]) / statistics.median(values)
             found[name] = {"median": middle, "low": low, "high": high, "of_medians": own}
             found[name] = {what: round(ratio, 3) for what, ratio in found[name].items()}
     return found
+
+
+def ranked(values: Sequence[float], *parts: float) -> list[float]:
+    """The values at these parts of the way from the lowest to the highest."""
+    ordered = sorted(values)
+    return [ordered[round(part * (len(ordered) - 1))] for part in parts]
 
 
 def own_rounds(samples: Mapping[str, list[float]]) -> dict[str, tuple[float, float]]:
@@ -141,9 +148,9 @@ def own_rounds(samples: Mapping[str, list[float]]) -> dict[str, tuple[float, flo
     found = {}
     for name, values in samples.items():
         if len(values) > 1:
-            ordered, middle = sorted(values), statistics.median(values)
-            low, high = (ordered[round(q * (len(ordered) - 1))] / middle for q in (0.25, 0.75))
-            found[name] = (low, high)
+            middle = statistics.median(values)
+            low, high = ranked(values, 0.25, 0.75)
+            found[name] = (low / middle, high / middle)
     return found
 
 

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,11 @@ def prompts(vocabulary: int, lengths: tuple[int, ...] = PROMPT_LENGTHS, seed: in
     """The same random token ids in every run."""
     source = random.Random(seed)
     return [[source.randrange(FIRST_ID, vocabulary) for _ in range(n)] for n in lengths]
+
+
+def logprobs_of(outputs: Sequence[Any], which: str) -> list[list[float]]:
+    """Of each output of SGLang's those that it has under ``which``: the first token of a prompt has none."""
+    return [[entry[0] for entry in said["meta_info"][which] if entry[0] is not None] for said in outputs]
 
 
 def vocabulary_of(directory: str) -> int:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
-from engine_model import prompts, vocabulary_of
+from engine_model import logprobs_of, prompts, vocabulary_of
 
 #: Tokens of the shared prefixes, and of what follows them.
 PREFIXES, TAILS = (640, 333), (9, 33, 64, 150)
@@ -31,22 +31,14 @@ def shared(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
     first, second = ([one(*prompt) for prompt in asked] for _ in range(2))
     starts, ids = [start for start, _ in asked], [prompt for _, prompt in asked]
     batch = engine.generate(input_ids=ids, sampling_params=greedy, return_logprob=True, logprob_start_len=starts)
+    tails = partial(logprobs_of, which="input_token_logprobs")
     return {
-        "prompt_logprobs": tail_logprobs(first), "prompt_logprobs_second": tail_logprobs(second),
-        "prompt_logprobs_batch": tail_logprobs(batch), "output_ids": [said["output_ids"] for said in first],
+        "prompt_logprobs": tails(first), "prompt_logprobs_second": tails(second),
+        "prompt_logprobs_batch": tails(batch), "output_ids": [said["output_ids"] for said in first],
         "output_ids_second": [said["output_ids"] for said in second],
-        "output_logprobs": [
-            [entry[0] for entry in said["meta_info"]["output_token_logprobs"]] for said in first
-        ],
+        "output_logprobs": logprobs_of(first, "output_token_logprobs"),
         "cached_tokens": {
             name: [said["meta_info"]["cached_tokens"] for said in outputs]
             for name, outputs in (("first", first), ("second", second), ("batch", batch))
         },
     }  # fmt: skip
-
-
-def tail_logprobs(outputs: Sequence[Any]) -> list[list[float]]:
-    """Those of prompt tokens, the first of which has none of its own where the engine begins there."""
-    return [
-        [entry[0] for entry in said["meta_info"]["input_token_logprobs"] if entry[0] is not None] for said in outputs
-    ]

@@ -21,8 +21,8 @@ def engines_table(report: Row) -> str:
     columns: list[tuple[str, Callable[[Row], str]]] = [
         (f"prompt log-probabilities from {first}'s, mean (largest)", lambda row: _apart(row.get("prompt_logprobs"))),
         ("leading ids as there", _ids),
-        ("log-probabilities of those ids, mean (largest) of how many", _outputs),
-        ("of all ids that it decoded, from transformers float32's", _decoded),
+        ("log-probabilities of those ids, mean (largest) of how many", lambda row: _of(row.get("output_logprobs"))),
+        ("of all ids that it decoded, from transformers float32's", lambda row: _of(row.get("decoded_from_truth"))),
         ("a second pass, which hits the cache", lambda row: _apart(row.get("second_pass"))),
         ("a batch of all, from one by one", _batch),
         ("tokens that the cache spared", lambda row: str(row.get("cached_tokens", {}).get("second", ""))),
@@ -153,13 +153,7 @@ def _ids(row: Row) -> str:
     return "all" if row["same_ids"] else ", ".join(map(str, row["equal_leading_ids"]))
 
 
-def _outputs(row: Row) -> str:
-    found = row.get("output_logprobs")
-    return f"{_apart(found)} of {found['tokens']}" if found else ""
-
-
-def _decoded(row: Row) -> str:
-    found = row.get("decoded_from_truth")
+def _of(found: Row | None) -> str:
     return f"{_apart(found)} of {found['tokens']}" if found else ""
 
 

@@ -35,7 +35,7 @@ from typing import Any
 
 from engine_compare import compare, say
 from engine_extras import bring_extras
-from engine_model import judge, make_model, prompts, truth, vocabulary_of, where_and_when
+from engine_model import judge, logprobs_of, make_model, prompts, truth, vocabulary_of, where_and_when
 from engine_observed import counters, profile, steps_of
 from engine_recorder import CALLS, DIRECTORY
 from engine_shared import shared
@@ -129,14 +129,10 @@ def generated(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
     ids = prompts(vocabulary_of(args.model))
     single = [engine.generate(input_ids=one, **asked) for one in ids]
     batch = engine.generate(input_ids=ids, **asked)
-
-    def logprobs(outputs: list[Any], which: str) -> list[list[float]]:
-        return [[entry[0] for entry in one["meta_info"][which] if entry[0] is not None] for one in outputs]
-
     return {
-        "prompt_logprobs": logprobs(single, "input_token_logprobs"),
-        "prompt_logprobs_batch": logprobs(batch, "input_token_logprobs"),
-        "output_logprobs": logprobs(single, "output_token_logprobs"),
+        "prompt_logprobs": logprobs_of(single, "input_token_logprobs"),
+        "prompt_logprobs_batch": logprobs_of(batch, "input_token_logprobs"),
+        "output_logprobs": logprobs_of(single, "output_token_logprobs"),
         "output_ids": [one["output_ids"] for one in single], "output_ids_batch": [one["output_ids"] for one in batch],
         "accepted": accepted([*single, *batch]),
     }  # fmt: skip

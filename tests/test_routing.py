@@ -13,6 +13,7 @@ from torch import Tensor
 import qwen35
 from fakes import FakeGatedDeltaRule, decode_call, fake_entry
 from flashinfer_bed import Bed
+from pretended_capture import capture
 from qwen35.container import Container
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import CaptureError, UnsupportedError
@@ -206,12 +207,9 @@ def test_flashinfers_prefill_is_named_in_the_decision(split: str, branch: str) -
 
 
 @pytest.mark.row("D12")
-def test_a_capture_keeps_the_branch_that_it_took(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captures are pretended, since there are none on a CPU."""
+def test_a_capture_keeps_the_branch_that_it_took() -> None:
     rule = build(Branching(1.0), FakeGatedDeltaRule(2.0)).gated_delta_rule()
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_initialized", lambda: True)
-        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with capture():
         rule.decode(decode_call())
     rule.decode(decode_call(slots=(1,)))
     assert [(b.adapter, b.branch) for b in rule.captured] == [("one", "batch of 2")]

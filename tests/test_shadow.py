@@ -10,6 +10,7 @@ import torch
 
 import qwen35
 from fakes import FakeGatedDeltaRule, decode_call, fake_entry
+from pretended_capture import capture
 from qwen35.domain.capabilities import Phase
 from qwen35.domain.errors import ConfigurationError, UnavailableError, UnknownNameError
 from qwen35.domain.shadow import ShadowSpec, parse_shadow
@@ -179,15 +180,10 @@ def test_a_bad_call_is_refused_by_the_served_adapter_not_by_the_shadow() -> None
 
 
 @pytest.mark.parametrize("name", ["decode, padding, write slots", "verify, tree, rows", "commit"])
-def test_a_call_inside_capture_is_served_counted_and_not_repeated(
-    name: str, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Captures are pretended, since there are none on a CPU."""
+def test_a_call_inside_capture_is_served_counted_and_not_repeated(name: str, seed: int) -> None:
     case, shade, primary = CASES[name], Wrapped(), Wrapped()
     container = build(shade, primary=primary)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_initialized", lambda: True)
-        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with capture():
         shadowed = run(container.gated_delta_rule(), case, seed)
     undisturbed(shadowed, run(Wrapped(), case, seed), f"{name}, seed {seed}")
     counters = container.counters()

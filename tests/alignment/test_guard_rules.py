@@ -12,6 +12,7 @@ from test_guard import DemandingAdapter, displaced, served
 from torch import Tensor
 
 from fakes import FakeGatedDeltaRule
+from pretended_capture import capture
 from qwen35.domain.alignment import padded
 from qwen35.domain.errors import ShapeError, UnsupportedError, ValueRangeError
 from qwen35.ports.gated_delta_rule import CommitCall, DecodeCall, ExtendCall, GdnCall, RawGates, VerifyCall
@@ -175,14 +176,11 @@ def test_an_extend_makes_nothing_ready_that_only_a_capture_would_take() -> None:
     assert guard.scratch_bytes == extend + (1 + SPARE) * 3 * H * K * 4
 
 
-def test_copies_are_counted_apart_inside_capture(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Captures are pretended, since there are none on a CPU."""
+def test_copies_are_counted_apart_inside_capture() -> None:
     guard, counters = guarded()
     call = displaced(decode_call(), {"q", "out"})
     guard.decode(call)
-    with monkeypatch.context() as patched:
-        patched.setattr(torch.cuda, "is_initialized", lambda: True)
-        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with capture():
         for _ in range(2):
             guard.decode(call)
     for argument in ("q", "out"):

@@ -17,6 +17,7 @@ import qwen35
 from qwen35.cli.demo import TOLERANCE, make_checkpoint
 from qwen35.model import GenerateOptions, Sampling, load_model
 from qwen35.model import generate as continue_prompts
+from word_tokenizer import write_tokenizer
 
 PROMPT = "5,17,200,3,90"
 BASE = ("--token-ids", PROMPT, "--max-new-tokens", "4", "--device", "cpu", "--gdn-decode", "reference",
@@ -54,13 +55,7 @@ def test_a_text_is_continued_and_the_continuation_shown(run: Any, checkpoint: Pa
     folder = tmp_path / "with tokenizer"
     shutil.copytree(checkpoint, folder)
     words = {f"w{i}": i for i in range(json.loads((folder / "config.json").read_text())["vocab_size"])}
-    (folder / "tokenizer.json").write_text(
-        json.dumps({
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-            "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
-            "model": {"type": "WordLevel", "vocab": words, "unk_token": "w0"},
-        })
-    )  # fmt: skip
+    write_tokenizer(folder, words, "w0")
     tokens = by_the_library(checkpoint, Sampling())
     result = run("generate", folder, "--prompt", "w5 w17 w200 w3 w90", *BASE[2:])
     assert result.exit_code == 0, result.output

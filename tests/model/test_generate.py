@@ -18,6 +18,7 @@ from qwen35.domain.errors import CheckpointError, ConfigurationError, Qwen35Erro
 from qwen35.model import GenerateOptions, Model, Sampling, generate, load_model
 from qwen35.model.generate import plan_chunks
 from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall
+from word_tokenizer import write_tokenizer
 
 PROMPTS = [[5, 9, 200, 3], [7], [1, 2, 3, 4, 5, 6, 7, 8, 9]]
 QUIET = GenerateOptions(max_new_tokens=6, quiet=True)
@@ -34,16 +35,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory, seed: int) -> Path:
 @pytest.fixture(scope="module")
 def model(directory: Path) -> Model:
     return load(directory)
-
-
-def write_tokenizer(directory: Path) -> None:
-    (directory / "tokenizer.json").write_text(
-        json.dumps({
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [], "normalizer": None,
-            "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None, "decoder": None,
-            "model": {"type": "WordLevel", "vocab": WORDS, "unk_token": "<unk>"},
-        })
-    )  # fmt: skip
 
 
 def test_each_prompt_is_continued_as_it_would_be_alone(model: Model, seed: int) -> None:
@@ -119,7 +110,7 @@ def test_no_prompts_give_nothing_and_one_token_is_one(model: Model) -> None:
 def test_text_goes_in_and_comes_out_where_there_is_a_tokenizer(directory: Path, tmp_path: Path) -> None:
     for file in directory.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    write_tokenizer(tmp_path)
+    write_tokenizer(tmp_path, WORDS, "<unk>")
     model = load(tmp_path)
     assert model.tokenizer is not None
     assert model.tokenizer.decode([1, 2]) == "hello world"

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
@@ -157,15 +156,6 @@ def close(got: Tensor, expected: Tensor, bound: float = 1e-5) -> None:
     """Relative Frobenius error in float64 under ``bound``; a NaN fails."""
     error = (got.double() - expected.double()).norm() / expected.double().norm().clamp(min=1e-30)
     assert error <= bound, f"relative error {error:.3g} over {bound:.3g}"
-
-
-@contextmanager
-def capture() -> Iterator[None]:
-    """The body as inside CUDA graph capture, as far as a CPU shows it."""
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(torch.cuda, "is_initialized", lambda: True)
-        patched.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        yield
 
 
 @contextmanager

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from seam_machine import CHANNELS, HV, K, Machine, V, capture, close, installed_seam, split, start
+from seam_machine import CHANNELS, HV, K, Machine, V, close, installed_seam, split, start
 from torch import Tensor
 
 from fakes import FakeGatedDeltaRule, fake_entry
+from pretended_capture import capture
 from qwen35.adapters.reference.gated_delta_rule import ReferenceGatedDeltaRule
 from qwen35.container import build
 from qwen35.domain.capabilities import Clause

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 from release_targets import WEIGHT_UPDATES, update_path
-from seam_machine import Machine, capture, start
+from seam_machine import Machine, start
 from test_install import NAMES, RELEASE
 
 from fakes import FakeGatedDeltaRule, fake_entry
+from pretended_capture import capture
 from qwen35 import sglang_plugin
 from qwen35.adapters.sglang import seam
 from qwen35.container import build

@@ -68,29 +68,21 @@ def builds(family: str) -> None:
     Machine(family=family)
 
 
-def test_strict_and_a_choice_end_the_launch_of_another_familys_gdn_layers(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("family", "phase", "reason"),
+    [("qwen3_next", "extend", "qwen3_next is not Qwen3.5"),
+     (None, "decode", "this model has no Gated DeltaNet layers of Qwen3.5")],
+    ids=["another family's GDN layers", "no GDN layers"],
+)  # fmt: skip
+def test_strict_and_a_choice_end_the_launch_of_a_model_that_is_not_qwen35(
+    family: str | None, phase: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("QWEN35_SGLANG_STRICT", "1")
-    monkeypatch.setenv("QWEN35_GDN_EXTEND", "reference")
+    monkeypatch.setenv(f"QWEN35_GDN_{phase.upper()}", "reference")
     with pytest.raises(SystemExit) as caught:
-        scheduler_starts(monkeypatch, lambda: builds("qwen3_next"))
-    assert str(caught.value) == "qwen35: extend by reference: qwen3_next is not Qwen3.5 (QWEN35_SGLANG_STRICT)"
+        scheduler_starts(monkeypatch, *([] if family is None else [lambda: builds(family)]))
+    assert str(caught.value) == f"qwen35: {phase} by reference: {reason} (QWEN35_SGLANG_STRICT)"
     assert lines(caplog) == [str(caught.value)]
-
-
-def test_strict_and_a_choice_end_the_launch_of_a_model_without_gdn_layers(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setenv("QWEN35_SGLANG_STRICT", "1")
-    monkeypatch.setenv("QWEN35_GDN_DECODE", "reference")
-    with pytest.raises(SystemExit) as caught:
-        scheduler_starts(monkeypatch)
-    (line,) = lines(caplog)
-    assert line == str(caught.value)
-    assert line == (
-        "qwen35: decode by reference: this model has no Gated DeltaNet layers of Qwen3.5 (QWEN35_SGLANG_STRICT)"
-    )
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", None])
