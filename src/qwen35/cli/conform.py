@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from qwen35.cli.house import DEVICE_HELP, EXIT_INTERRUPTED, settings_in_force
+from qwen35.cli.house import DEVICE_HELP, EXIT_INTERRUPTED, command_line, settings_in_force
 from qwen35.cli.screen import errors, output, progress_bar
 from qwen35.domain.errors import UnknownNameError
 
@@ -53,12 +52,10 @@ def conform(
     named: dict[str, Any] = dict.fromkeys(_SETTINGS[port], adapter)
     suite = Suite(port, lambda: build(settings, **named))
     reports = suite.run(examples=examples or None, profile=profile, clause=clause, seed=None if seed < 0 else seed)
-    options = {
-        "port": port, "examples": examples or "", "profile": profile, "clause": clause,
-        "seed": "" if seed < 0 else seed, "device": device,
-    }  # fmt: skip
-    given = [word for name, value in options.items() if value != "" for word in (f"--{name}", str(value))]
-    command = shlex.join(["qwen35", "conform", adapter, *given])
+    command = command_line(["qwen35", "conform", adapter], {
+        "port": port, "examples": examples or None, "profile": profile or None, "clause": clause or None,
+        "seed": None if seed < 0 else seed, "device": device or None,
+    })  # fmt: skip
     result = document(suite.platform, port, adapter, reports, command, suite.interrupted)
     if as_json:
         typer.echo(json.dumps(result, indent=1, allow_nan=False))

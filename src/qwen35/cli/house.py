@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,12 @@ EXIT_FINDING = 1
 EXIT_INTERRUPTED = 130
 #: What every ``--device`` option says of itself.
 DEVICE_HELP = "cpu, cuda, cuda:1; default: what the settings say (auto: a GPU where there is one)."
+
+
+def command_line(words: Sequence[str], options: Mapping[str, object]) -> str:
+    """The command ``words`` with ``options`` by their Python names; those that are None are left out."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return shlex.join([*words, *(word for name in given for word in (f"--{name.replace('_', '-')}", str(given[name])))])
 
 
 def settings_in_force(device: str = "", **overrides: Any) -> Settings:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
@@ -17,6 +16,7 @@ from qwen35.cli.house import (
     DEVICE_HELP,
     EXIT_FINDING,
     EXIT_INTERRUPTED,
+    command_line,
     make_folder,
     open_registry,
     refuse_existing,
@@ -62,13 +62,13 @@ class Request:
 
     def command(self) -> str:
         """The command that repeats the experiment."""
-        words = ["qwen35", "swap"]
+        options: dict[str, object] = {}
         for field in fields(self):
             value = getattr(self, field.name)
-            left_out = value is None or value == field.default == ""  # an option that was emptied is one that was given
+            left_out = value == field.default == ""  # an option that was emptied is one that was given
             if not left_out and not (field.name == "geometry" and self.model is not None):
-                words += [f"--{field.name.replace('_', '-')}", str(value)]
-        return shlex.join(words)
+                options[field.name] = value
+        return command_line(["qwen35", "swap"], options)
 
 
 _DEFAULT = Request()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from qwen35.cli import parse
 from qwen35.cli.house import (
     EXIT_FINDING,
     EXIT_INTERRUPTED,
+    command_line,
     make_folder,
     open_registry,
     replace_file,
@@ -61,15 +61,12 @@ class FusionRequest:
     def command(self, ranks: int) -> str:
         """The command that repeats the experiment on one host."""
         words = ["torchrun", "--nproc-per-node", str(ranks), "-m", "qwen35", "swap"]
-        given = {
+        options = {
             "fusion": self.fusion, "geometry": self.geometry, "tokens": self.tokens, "hidden": self.hidden,
-            "top-k": self.top_k, "dtype": self.dtype, "device": self.device, "seed": self.seed,
+            "top_k": self.top_k, "dtype": self.dtype, "device": self.device, "seed": self.seed,
             "repeats": self.repeats,
         }  # fmt: skip
-        for name, value in given.items():
-            if value not in (None, ""):
-                words += [f"--{name}", str(value)]
-        return shlex.join(words)
+        return command_line(words, {name: value for name, value in options.items() if value != ""})
 
 
 def swap_fusion(request: FusionRequest, folder: Path) -> int:
