@@ -27,6 +27,8 @@ pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the inte
 WIDTH = 128
 #: Bytes that one load of sixteen a lane brings.
 WIDE_LOAD = 16 * 32
+#: Instructions that read or write global memory.
+MEMORY = re.compile(r"\b(LDG|STG|ATOMG?|RED|LDGSTS|UBLKCP)\b")
 BOTH = (torch.float32, torch.bfloat16)
 
 
@@ -140,6 +142,33 @@ def test_so_it_is_for_other_slots_and_heads(
     call = replace(decode(torch.float32, torch.bfloat16, torch.bfloat16, heads, key_heads), **change)
     come = waited_for(compiled(hopper, call, 8192, tmp_path))
     assert len(come) == 1, come
+
+
+@pytest.mark.parametrize("states", [32, 8192])
+@pytest.mark.parametrize("write_slots", [None, torch.zeros(1, dtype=torch.int32)], ids=["in place", "write slots"])
+def test_on_hopper_it_begins_early_and_touches_no_memory_before_the_kernel_ahead_has_ended(
+    hopper: HopperWithoutDevice, tmp_path: Path, write_slots: torch.Tensor | None, states: int
+) -> None:
+    call = replace(decode(torch.float32, torch.bfloat16, torch.bfloat16), write_slots=write_slots)
+    code = [one.text for one in compiled(hopper, call, states, tmp_path)]
+    assert hopper.dependent == [True]
+    first = next(at for at, text in enumerate(code) if MEMORY.search(text))
+    assert [at for at, text in enumerate(code) if "ACQBULK" in text and at < first], code[: first + 1]
+
+
+class AmpereWithoutDevice(HopperWithoutDevice):
+    arch = 80
+
+
+def test_before_hopper_it_begins_when_the_kernel_ahead_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Dependent launches came with compute capability 9.0."""
+    call = decode(torch.float32, torch.bfloat16, torch.bfloat16)
+    with in_place_of_the_driver(monkeypatch, AmpereWithoutDevice(), gdn_decode.decode_kernel) as ampere:
+        code = compiled(ampere, call, 32, tmp_path)
+    assert ampere.dependent == [False]
+    assert not [one for one in code if "ACQBULK" in one.text]
 
 
 def test_a_wait_for_a_gate_is_seen() -> None:

@@ -21,10 +21,11 @@ class HopperWithoutDevice:
     """Stands in for Triton's driver: says what to compile for, loads nothing and launches nothing.
 
     ``launched``: which of the ``loaded`` kernels, counted from one, with which arguments; ``streams``: on which stream;
-    ``binaries``: their machine code.
+    ``dependent``: whether before the kernel ahead has ended; ``binaries``: their machine code.
     """
 
     utils: HopperWithoutDevice
+    arch = 90
 
     def __init__(self) -> None:
         self.utils = self
@@ -32,10 +33,11 @@ class HopperWithoutDevice:
         self.binaries: list[bytes] = []
         self.grids: dict[str, tuple[int, int, int]] = {}
         self.streams: list[int] = []
+        self.dependent: list[bool] = []
         self.launched: list[tuple[int, tuple[object, ...]]] = []
 
     def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 90, 32)
+        return GPUTarget("cuda", self.arch, 32)
 
     def get_current_device(self) -> int:
         return -1  # no real device, so that no real launch finds these kernels in a cache
@@ -55,6 +57,7 @@ class HopperWithoutDevice:
         def launch(x: int, y: int, z: int, stream: int, function: int, *rest: object) -> None:
             self.grids[metadata.name] = x, y, z
             self.streams.append(stream)
+            self.dependent.append(metadata.launch_pdl)
             self.launched.append((function, rest[4:]))  # after two kinds of metadata and two hooks
 
         return launch

@@ -19,6 +19,10 @@ _DECODE_COLUMNS = 64
 #: The most states (rows times value heads) of float32 of which that tile makes too few programs to hide a load's
 #: latency: at 128 it is 14 percent slower than this one.
 _FEW_STATES, _FEW_STATES_ELEMENTS = 128, 512
+#: The most states of float32 that are streamed (see ``DecodeConfig``). At 256 on an H200 that takes 4 percent less time
+#: in a row and an eighth less between other kernels; at 2,048 an engine's step is 0.1 percent longer with it
+#: (benchmarks/results/decode_dependent.json, engine_dependent.json). Nothing between was measured.
+_STREAMED_STATES = 256
 #: State elements of one program of verify, which keeps them from token to token, and bytes of them that one thread
 #: holds.
 _VERIFY_ELEMENTS, _VERIFY_THREAD_BYTES = 1024, 64
@@ -64,16 +68,18 @@ def decode_config(key_width: int, value_width: int, state_bytes: int, states: in
 
     ``states``: rows of the batch times value heads.
     """
-    return _decode_config(key_width, value_width, state_bytes == 4, states <= _FEW_STATES)
+    float32 = state_bytes == 4
+    streamed = not float32 or states <= _STREAMED_STATES
+    return _decode_config(key_width, value_width, float32, states <= _FEW_STATES, streamed)
 
 
 @cache
-def _decode_config(key_width: int, value_width: int, float32: bool, few: bool) -> DecodeConfig:
+def _decode_config(key_width: int, value_width: int, float32: bool, few: bool, streamed: bool) -> DecodeConfig:
     row = power_of_two(key_width)
     elements = _FEW_STATES_ELEMENTS if float32 and few else _DECODE_ELEMENTS
     block_v = min(max(elements // row, 1), power_of_two(value_width))
     inner = min(row, _DECODE_COLUMNS) if float32 else row
-    return DecodeConfig(block_v=block_v, inner=inner, num_warps=1, stream=few or not float32)
+    return DecodeConfig(block_v=block_v, inner=inner, num_warps=1, stream=streamed)
 
 
 @cache

@@ -11,7 +11,7 @@ from torch import Tensor
 from qwen35.adapters._kernels.launches import LOW_BITS, KeptLaunch, programs_for
 from qwen35.adapters.triton.kernels.gdn_common import delta_step, load_gates, load_pieces, rounded, store_pieces
 from qwen35.adapters.triton.kernels.gdn_config import DecodeConfig
-from qwen35.adapters.triton.kernels.gdn_launch import gate_arguments, scale_of
+from qwen35.adapters.triton.kernels.gdn_launch import dependent_launch, gate_arguments, scale_of
 from qwen35.domain.alignment import power_of_two
 from qwen35.ports.gated_delta_rule import DecodeCall
 from qwen35.services.devices import current_stream
@@ -24,7 +24,7 @@ def decode_kernel(
     q, k, v, gate, beta, A_log, dt_bias, states, slots, write_slots, out,
     q_row, q_head, k_row, k_head, v_row, v_head, gate_row, beta_row, out_row, out_head, slot_stride, scale,
     HV: tl.constexpr, RATIO: tl.constexpr, K: tl.constexpr, V: tl.constexpr, PIECES: tl.constexpr,
-    INNER: tl.constexpr, BLOCK_V: tl.constexpr, RAW: tl.constexpr, STREAM: tl.constexpr,
+    INNER: tl.constexpr, BLOCK_V: tl.constexpr, RAW: tl.constexpr, STREAM: tl.constexpr, WAIT: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_V rows of the state of one value head of one batch row.
 
@@ -36,7 +36,12 @@ def decode_kernel(
     at 256 rows (benchmarks/results/decode_variants.json: o, so and uf against all others). Tokens and gates are
     masked by the slot, and stand behind the state, for that order; tests/triton/test_decode_waits.py reads it in what
     ptxas made.
+
+    With WAIT the launch may begin before the kernel ahead of it has ended, and waits for that here: nothing is read or
+    written before.
     """
+    if WAIT:
+        tl.extra.cuda.gdc_wait()
     BLOCKS: tl.constexpr = (V + BLOCK_V - 1) // BLOCK_V
     pid = tl.program_id(0)
     head = pid // BLOCKS % HV
@@ -84,13 +89,16 @@ class DecodeLaunch:
             *call.q.stride()[:2], *call.k.stride()[:2], *call.v.stride()[:2], gate.stride(0), beta.stride(0),
             *out_strides, call.states.stride(0), scale_of(call.scale, key_width),
         )  # fmt: skip
-        #: HV, RATIO, K, V, PIECES, INNER, BLOCK_V, RAW, STREAM
+        wait = dependent_launch()
+        #: HV, RATIO, K, V, PIECES, INNER, BLOCK_V, RAW, STREAM, WAIT
         constants = (
             heads, heads // key_heads, key_width, value_width, power_of_two(key_width) // config.inner, config.inner,
-            config.block_v, self._raw, config.stream,
+            config.block_v, self._raw, config.stream, wait,
         )  # fmt: skip
         grid = batch * heads * programs_for(value_width, config.block_v), 1, 1
-        self._launch = KeptLaunch(decode_kernel, grid, (*scalars, *constants), num_warps=config.num_warps, num_stages=1)
+        self._launch = KeptLaunch(
+            decode_kernel, grid, (*scalars, *constants), num_warps=config.num_warps, num_stages=1, launch_pdl=wait
+        )
 
     def __call__(self, call: DecodeCall, out: Tensor) -> None:
         """Launch ``call``; writes ``out`` [B, HV, V] and the pool."""

@@ -32,6 +32,19 @@ def dot_dtype(tokens: torch.dtype, interpreted: bool) -> torch.dtype:
     return torch.bfloat16 if tokens is torch.bfloat16 and not interpreted else torch.float32
 
 
+def dependent_launch() -> bool:
+    """Whether a launch on the current GPU may begin before the kernel ahead of it has ended, and wait for it inside.
+
+    Programmatic dependent launch, from compute capability 9.0 on (CUDA programming guide). It hides the launch behind
+    the end of that kernel: 1.3 microseconds of each decode of one row in an engine on an H200
+    (benchmarks/results/engine_dependent.json). The kernel must ``gdc_wait`` before it reads or writes.
+    """
+    if triton.knobs.runtime.interpret:
+        return False
+    target = triton.runtime.driver.active.get_current_target()
+    return bool(target.backend == "cuda" and target.arch >= 90)
+
+
 @cache
 def shared_bytes(device: torch.device) -> int:
     """Shared memory that one program may have on ``device``; 0 where there is no GPU."""
