@@ -54,7 +54,7 @@ def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
         "disable_radix_cache": True, "disable_prefill_cuda_graph": True, "cuda_graph_max_bs_decode": args.batch,
         "max_running_requests": args.batch, "context_length": args.context, "chunked_prefill_size": args.context,
         "max_total_tokens": 2 * args.batch * args.context, "max_mamba_cache_size": max(128, 4 * args.batch),
-        "mem_fraction_static": 0.3, "disable_custom_all_reduce": True, "skip_server_warmup": True, "random_seed": 0,
+        "mem_fraction_static": 0.85, "disable_custom_all_reduce": True, "skip_server_warmup": True, "random_seed": 0,
         "enable_metrics": True, "log_level": "warning",
         "load_format": "auto" if list(Path(args.model).glob("*.safetensors")) else "dummy",
     }  # fmt: skip
