@@ -3,6 +3,9 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
+# Processes that share the tests.
+WORKERS ?= 2
+PYTEST  := -m pytest -n $(WORKERS) --dist worksteal
 
 .PHONY: run test lint unit interpreter seams gpu clean
 
@@ -17,10 +20,10 @@ lint: $(STAMP)
 	$(BIN)/lint-imports
 
 unit: $(STAMP)
-	$(BIN)/python -m pytest -m "not interpreter"
+	$(BIN)/python $(PYTEST) -m "not interpreter"
 
 interpreter: $(STAMP)  ## our Triton kernels on the CPU, in a process of their own
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m interpreter
+	TRITON_INTERPRET=1 $(BIN)/python $(PYTEST) -m interpreter
 
 # The newer release runs on its own torch and FlashInfer, in an environment that is deleted again (10 GB while it is there).
 NEWEST := $(VENV)/sglang-newest
@@ -28,7 +31,7 @@ seams: $(STAMP)  ## the seams inside SGLang and our FlashInfer adapter, with the
 	trap 'rm -rf $(NEWEST)' EXIT; trap 'exit 1' INT TERM; rm -rf $(NEWEST); \
 	$(BIN)/uv venv --quiet --python $(BIN)/python $(NEWEST) && \
 	$(BIN)/uv pip install --quiet --python $(NEWEST)/bin/python -r requirements-newest.txt -e . && \
-	$(NEWEST)/bin/python -m pytest -m "not interpreter" tests/sglang_seam tests/flashinfer
+	$(NEWEST)/bin/python $(PYTEST) -m "not interpreter" tests/sglang_seam tests/flashinfer
 
 gpu: $(STAMP)  ## the tests that need a GPU
 	$(BIN)/python -m pytest -m gpu

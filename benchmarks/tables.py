@@ -30,7 +30,11 @@ def main(
     stale = []
     for document in readme or (ROOT / "README.md", ROOT / "benchmarks" / "README.md"):
         old = document.read_text(encoding="utf-8")
-        new = rewritten(old, results)
+        try:
+            new = rewritten(old, results)
+        except FileNotFoundError as missing:
+            typer.echo(f"{document}: a table names a result that is not there: {missing.filename}", err=True)
+            raise typer.Exit(1) from None
         if new == old:
             typer.echo(f"{document}: tables are up to date")
         elif check:

@@ -193,6 +193,17 @@ class WriteOffsetsInInt32(Conv):
         return super().extend(replace(call, write_slots=call.write_slots.masked_fill(far, -1)))
 
 
+class NodeOffsetsInInt32(Conv):
+    """Computes row * stride of the intermediates in 32 bits, and writes elsewhere past 2**31 elements."""
+
+    breaks = Clause.SIZE
+    caught_by = "verify: intermediates past 2**31 elements"
+
+    def verify(self, call: ConvVerifyCall) -> Tensor:
+        far = call.rows is not None and int(call.rows.max()) * call.intermediates.stride(0) >= 2**31
+        return super().verify(replace(call, rows=None) if far else call)
+
+
 class NaiveSilu(Conv):
     """x * exp(x) / (1 + exp(x)): infinity over infinity for large x."""
 
@@ -306,6 +317,6 @@ class AcceptsActivations(Conv):
 CONV_BROKEN = (
     LastSlotWrap, PassesPaddingThrough, WritesWhereItReads, ActivatesInPlace, SortsBySlot, ReversedWindow,
     UnshiftedShortSequence, VerifyShiftsPool, TreeAsChain, CommitsNothingAsLast, ClearsEmptySequences, IgnoresFresh,
-    ClearsEmptyFreshSequences, OffsetsInInt32, WriteOffsetsInInt32, NaiveSilu, RoundsProducts, StaleWeight,
-    DenseTokens, OutputAtTokenRows, DenseWeight, NodesAtRows, AcceptsActivations,
+    ClearsEmptyFreshSequences, OffsetsInInt32, WriteOffsetsInInt32, NodeOffsetsInInt32, NaiveSilu,
+    RoundsProducts, StaleWeight, DenseTokens, OutputAtTokenRows, DenseWeight, NodesAtRows, AcceptsActivations,
 )  # fmt: skip

@@ -11,6 +11,7 @@ from torch import Tensor
 from qwen35.domain.capabilities import Clause, Support
 from qwen35.domain.errors import UnsupportedError
 from qwen35.ports.gated_delta_rule import (
+    CommitCall,
     DecodeCall,
     ExtendCall,
     ExtendResult,
@@ -45,6 +46,30 @@ class WriteOffsetsInInt32(Gdn):
             return super().decode(call)
         far = call.write_slots.long() * call.states.stride(0) >= 2**31
         return super().decode(replace(call, write_slots=call.write_slots.masked_fill(far, -1)))
+
+
+class NodeOffsetsInInt32(Gdn):
+    """Computes row * stride of the intermediates in 32 bits, and writes elsewhere past 2**31 elements."""
+
+    breaks = Clause.SIZE
+    caught_by = "verify: intermediates past 2**31 elements"
+
+    def verify(self, call: VerifyCall) -> Tensor:
+        far = call.rows is not None and int(call.rows.max()) * call.intermediates.stride(0) >= 2**31
+        return super().verify(replace(call, rows=None) if far else call)
+
+
+class CommitOffsetsInInt32(Gdn):
+    """Computes row * stride of the intermediates in 32 bits, and skips what is past 2**31 elements."""
+
+    breaks = Clause.SIZE
+    caught_by = "commit: intermediates past 2**31 elements"
+
+    def commit(self, call: CommitCall) -> None:
+        if call.rows is not None:
+            far = call.rows.long() * call.intermediates.stride(0) >= 2**31
+            call = replace(call, slots=call.slots.masked_fill(far, -1))
+        super().commit(call)
 
 
 class GridOfRowsAndHeads(Gdn):
@@ -144,6 +169,6 @@ class RefusesWhatItSupports(Gdn):
 
 
 GDN_LIMITS = (
-    OffsetsInInt32, WriteOffsetsInInt32, GridOfRowsAndHeads, AcceptsShapes, KnowsByShape, WritesBeforeRefusing,
-    IgnoresTrees, ServesAfterClose, RefusesWhatItSupports,
+    OffsetsInInt32, WriteOffsetsInInt32, NodeOffsetsInInt32, CommitOffsetsInInt32, GridOfRowsAndHeads, AcceptsShapes,
+    KnowsByShape, WritesBeforeRefusing, IgnoresTrees, ServesAfterClose, RefusesWhatItSupports,
 )  # fmt: skip

@@ -244,7 +244,7 @@ def test_the_size_laws_ask_once_and_on_a_small_pool_before_they_build_a_far_one(
     assert [r.refused for r in reports] == [1] * len(reports)
     assert len(adapter.pools) == len(reports), "cases that differ by their seed only are refused alike"
     far = [size for report, size in zip(reports, adapter.pools, strict=True) if "2**31" in report.law]
-    assert len(far) == len(Phase) + 2, "slots in each phase, write slots of decode and extend"
+    assert len(far) == len(Phase) + 4, "slots of each phase, write slots of two, rows of two"
     assert max(far) < 2**20, f"a far pool was made for a refusal: {far}"
 
 

@@ -1,4 +1,4 @@
-"""Laws of both ports about sizes: pools past 2**31 elements, launches past 65,535 programs in one axis."""
+"""Laws of both ports about sizes: pools and intermediates past 2**31 elements, 65,536 programs in one axis."""
 
 from __future__ import annotations
 
@@ -33,13 +33,22 @@ def far_pool(near: Tensor, stride: int = SLOT_STRIDE, slots: int = FAR + 2) -> T
     Raises ``Refused`` where the memory cannot be had.
     """
     stride = max(stride, near[0].numel())
-    try:
-        base = torch.empty(stride * slots, dtype=near.dtype, device=near.device)
-    except RuntimeError as exc:  # torch.OutOfMemoryError on a GPU, RuntimeError on a CPU
-        raise Refused([f"a pool of {stride * slots * near.element_size() / 1e9:.1f} GB cannot be allocated: {exc}"]) \
-            from exc  # fmt: skip
     inner = near[0].contiguous().stride()
-    return base.as_strided((slots, *near.shape[1:]), (stride, *inner))
+    return _memory("a pool", stride * slots, near).as_strided((slots, *near.shape[1:]), (stride, *inner))
+
+
+def far_nodes(near: Tensor) -> Tensor:
+    """Dense uninitialised intermediates, whose last two rows start past 2**31 elements; else as ``far_pool``."""
+    rows = 2**31 // near[0].numel() + 3
+    return _memory("intermediates", rows * near[0].numel(), near).view(rows, *near.shape[1:])
+
+
+def _memory(what: str, elements: int, like: Tensor) -> Tensor:
+    try:
+        return torch.empty(elements, dtype=like.dtype, device=like.device)
+    except RuntimeError as exc:  # torch.OutOfMemoryError on a GPU, RuntimeError on a CPU
+        size = elements * like.element_size() / 1e9
+        raise Refused([f"{what} of {size:.1f} GB cannot be allocated: {exc}"]) from exc
 
 
 def far_slots(bench: Bench, case: Case[Any]) -> None:
@@ -61,6 +70,26 @@ def far_slots(bench: Bench, case: Case[Any]) -> None:
     trial.matches(served, want)
     trial.only_written_slots_changed()
     assert bool((pool[FAR + 1] == sentinel).all()), f"slot {FAR + 1} changed; {case}"
+
+
+def far_rows(bench: Bench, case: Case[Any]) -> None:
+    """Rows of the intermediates past 2**31 elements are the ones written by verify and read by commit."""
+    trial = bench.trial(case)
+    bench.ask(trial.call)  # as in far_slots
+    want, near = trial.truth(), trial.parts.intermediates
+    assert near is not None
+    nodes = far_nodes(near)
+    place = [nodes.shape[0] - 1 - row for row in range(case.capacity)]
+    for row, far in enumerate(place):
+        nodes[far] = near[row]
+    sentinel = nodes[place[-1] - 1] = torch.full_like(near[0], 7.0)
+    served = bench.run(trial.replaced(intermediates=nodes, rows=trial.parts.slots.new_tensor(place)))
+    for row, far in enumerate(place):
+        near[row] = nodes[far]
+    trial.matches(served, want)
+    trial.other_nodes_unchanged()
+    trial.only_written_slots_changed()
+    assert bool((nodes[place[-1] - 1] == sentinel).all()), f"row {place[-1] - 1} changed; {case}"
 
 
 def many_rows(bench: Bench, case: Case[Any]) -> None:
@@ -146,6 +175,12 @@ def size_laws(kit: Kit) -> list[Law]:
             phases=frozenset({phase}), cases=_far_case(kit, phase, writes=True), check=far_slots, needs=_no_null_slot,
             most_examples=1, alike=True)
         for phase in (Phase.DECODE, Phase.EXTEND)
+    ]  # fmt: skip
+    laws += [
+        Law(name=f"{phase}: intermediates past 2**31 elements", port=kit.port, clause=Clause.SIZE,
+            phases=frozenset({phase}), cases=_far_case(kit, phase), check=far_rows, needs=_no_null_slot,
+            most_examples=1, alike=True)
+        for phase in (Phase.VERIFY, Phase.COMMIT)
     ]  # fmt: skip
     for phase in TOKEN_PHASES:
         laws.append(
