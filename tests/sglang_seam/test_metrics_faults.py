@@ -37,10 +37,13 @@ os._exit(0)  # without a last copy: what is in the file came from the thread
 
 @pytest.mark.parametrize(
     ("there", "bad", "says"),
-    [(False, "", "FileNotFoundError"), (True, "\ud800", "UnicodeEncodeError|ValueError")],
-    ids=["no directory", "a bad name"],
+    [
+        (False, "", "FileNotFoundError"), (True, "\ud800", "UnicodeEncodeError|ValueError"),
+        (True, 5, "AttributeError"),
+    ],
+    ids=["no directory", "a bad name", "what nobody expected"],
 )
-def test_counters_go_on_after_a_failure(tmp_path: Path, there: bool, bad: str, says: str) -> None:
+def test_counters_go_on_after_a_failure(tmp_path: Path, there: bool, bad: object, says: str) -> None:
     directory = tmp_path / "metrics"
     if there:
         directory.mkdir()

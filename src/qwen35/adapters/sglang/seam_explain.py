@@ -147,7 +147,7 @@ def explain(
         return "\n  ".join([*lines, *(ending or ["SGLang runs as if the plugin were not there"])])
     chosen = list(choices)
     lines += [choice.text() for choice in chosen]
-    if any(choice.routed for choice in chosen):
+    if any(choice.routed and not choice.ends for choice in chosen):
         second = "" if fallback is None else f"{fallback} (QWEN35_GDN_FALLBACK), then "
         lines.append(f"what a chosen adapter refuses: {second}SGLang's own kernel, counted with the reason")
     lines += parts

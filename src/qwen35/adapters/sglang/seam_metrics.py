@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import struct
 import threading
 from typing import Any
 
@@ -20,9 +19,6 @@ LABELS = ("port", "phase", "adapter", "instead_of", "mode", "reason", "what", "a
 #: SGLang's own name for the label of a data-parallel replica.
 REPLICA = "dp_rank"
 PREFIX = "qwen35_"
-#: What prometheus_client raises where its directory is gone or full, a file in it is not whole, or a name is none.
-#: IndexError: after a file that could not grow, every later write to it.
-_FAILURES = (OSError, ValueError, IndexError, struct.error, ImportError)
 
 
 def metrics_wanted() -> bool:
@@ -70,7 +66,7 @@ class PrometheusMirror:
             for key, value in self._counters.snapshot().items():
                 try:
                     self._copy_one(key, value)
-                except _FAILURES as exc:
+                except Exception as exc:  # noqa: BLE001 - a thread that ended would leave the counters where they are
                     failure = exc
             began, self._failing = failure is not None and not self._failing, failure is not None
         if failure is not None and began:
