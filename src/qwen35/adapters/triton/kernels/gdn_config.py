@@ -11,17 +11,17 @@ from qwen35.domain.alignment import power_of_two
 CHUNK = 64
 
 #: State elements of one program of decode, which is one warp: 64 a thread. On an H200 best, or within 2 percent of it,
-#: from 64 rows of 32 heads on, and within 7 percent at 8 rows (benchmarks/results/decode_tiles.json).
+#: from 8 rows of 32 heads on (benchmarks/results/decode_tiles.json).
 _DECODE_ELEMENTS = 2048
 #: Columns of a piece in float32: lanes share a row in groups of sixteen. It is the same for few states and for many, so
 #: that a row's result does not depend on the size of its batch.
 _DECODE_COLUMNS = 64
 #: The most states (rows times value heads) of float32 of which that tile makes too few programs to hide a load's
-#: latency: at 128 it is 14 percent slower than this one.
+#: latency: at 128 it is 7 percent slower than this one (14 without hints).
 _FEW_STATES, _FEW_STATES_ELEMENTS = 128, 512
 #: The most states of float32 that are streamed (see ``DecodeConfig``). At 256 on an H200 that takes 4 percent less time
-#: in a row and an eighth less between other kernels; at 2,048 an engine's step is 0.1 percent longer with it
-#: (benchmarks/results/decode_dependent.json, engine_dependent.json). Nothing between was measured.
+#: in a row and an eighth less between other kernels; at 2,048 an engine's step was 0.1 percent longer with it and
+#: ``dependent_launch`` (benchmarks/results/decode_dependent.json, engine_dependent.json). Between was nothing measured.
 _STREAMED_STATES = 256
 #: State elements of one program of verify, which keeps them from token to token, and bytes of them that one thread
 #: holds.

@@ -32,7 +32,7 @@ def decode_kernel(
     inside a thread.
 
     Nothing but the slot may be waited for before the state's loads are on their way. A warp has six scoreboards to wait
-    by; where ptxas lets a gate's load share one with the slot's, the state is asked for later, which costs 1.7 percent
+    by; where ptxas lets a gate's load share one with the slot's, the state is asked for later, which costs 2 percent
     at 256 rows (benchmarks/results/decode_variants.json: o, so and uf against all others). Tokens and gates are
     masked by the slot, and stand behind the state, for that order; tests/triton/test_decode_waits.py reads it in what
     ptxas made.
