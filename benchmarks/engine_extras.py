@@ -1,6 +1,6 @@
-"""What a benchmark brings into an engine's processes besides the package: a recorder and a deliberately wrong adapter.
+"""What a benchmark brings into an engine's processes besides the package: a recorder and deliberately wrong adapters.
 
-Neither belongs to the package, so both come as a third party's would: by a dist-info, here in a folder that is put on
+None belongs to the package, so all come as a third party's would: by a dist-info, here in a folder that is put on
 PYTHONPATH before the engine starts its processes.
 """
 
@@ -17,6 +17,7 @@ qwen35_bench_recorder = engine_recorder:register
 
 [qwen35.adapters]
 gated_delta_rule.wrong = engine_wrong:GATED_DELTA_RULE
+gated_delta_rule.forgetful = engine_wrong:FORGETFUL
 """
 
 

@@ -1,7 +1,7 @@
 """Runs a suite of engines one after another, or one on each GPU, and compares them.
 
     python benchmarks/engine_suite.py small --out DIR [--gpus 2] [--only off,triton] [--budget 580] [--list]
-    python benchmarks/engine_suite.py throughput --out DIR [--rounds 15] [--traces 3] [--after FILE]
+    python benchmarks/engine_suite.py throughput --out DIR [--rounds 15] [--traces 3] [--measures 8] [--after FILE]
 
 Suites: small, radix, refresh, shadow, defaults, throughput, fusion (two GPUs), spec, parity; engine_suites.py has
 what they run. DIR gets a result and a log of each engine, and the documents ``engine_NAME.json`` that are to be
@@ -32,7 +32,7 @@ from engine_compare import SHOWN, document, say
 from engine_model import where_and_when
 from engine_steps import Step, run_step
 from engine_suites import MODELS, SUITES, Engine, Suite
-from engine_turns import MEASURES, ROUNDS, TRACES, Turns
+from engine_turns import MEASURES, ROUNDS, TRACES, Measure, Turns
 
 HERE = Path(os.path.relpath(Path(__file__).parent))
 ENGINE_SCRIPT = str(HERE / "sglang_engine.py")
@@ -127,7 +127,7 @@ def run_in_turn(
     turns = Turns(steps, path, deadline)
     while args.after and not args.after.exists() and time.monotonic() < deadline:
         time.sleep(0.5)
-    turns.run(MEASURES, args.rounds, deadline, args.traces)
+    turns.run(args.measures, args.rounds, deadline, args.traces)
     turns.end()
     failures: list[dict[str, Any]] = turns.failures
     for name in turns.rounds:
@@ -144,6 +144,15 @@ def record_turns(result: Path, turns: Turns, name: str, asked: int) -> None:
         "rounds": {"asked": asked, "made": turns.rounds[name]}, "device_steps": turns.device_steps.get(name, {}),
     }  # fmt: skip
     result.write_text(json.dumps(json.loads(result.read_text()) | found, indent=1))
+
+
+def measures_of(sizes: str) -> list[Measure]:
+    """Those of ``sizes``, "8,128": decode of 8 rows and prefill of 128 tokens. Raises ``ArgumentTypeError``."""
+    there = {measure.batch if measure.short else measure.length: measure for measure in MEASURES}
+    asked = sizes.split(",")
+    if unknown := set(asked) - set(map(str, there)):
+        raise argparse.ArgumentTypeError(f"no measure of {', '.join(sorted(unknown))}: of {', '.join(map(str, there))}")
+    return [measure for size, measure in there.items() if str(size) in asked]
 
 
 def gpu_slots(suite: Suite, gpus: Sequence[str]) -> list[str]:
@@ -192,6 +201,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--budget", type=float, default=math.inf, metavar="SECONDS", help="for everything together")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="of engines that are timed in turn")
     parser.add_argument("--traces", type=int, default=TRACES, help="of the device's part, before the rounds")
+    parser.add_argument("--measures", type=measures_of, default=MEASURES, metavar="SIZE,SIZE",
+                        help="only decodes of so many rows and prefills of so many tokens")  # fmt: skip
     parser.add_argument("--after", type=Path, metavar="FILE", help="time nothing before it is there: other work's end")
     parser.add_argument("--again", action="store_true", help="also engines whose results are there")
     parser.add_argument("--list", action="store_true", help="say the commands and run nothing")

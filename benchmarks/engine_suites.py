@@ -21,6 +21,8 @@ PREFILL_GRAPHS = ("disable_prefill_cuda_graph=false",)
 TRITON = ("gdn_decode=triton", "gdn_extend=triton")
 FLASHINFER = ("gdn_decode=flashinfer", "gdn_extend=flashinfer")
 MIXED = ("gdn_decode=triton", "gdn_extend=flashinfer")
+#: SGLang's kernels through our port, with our gates.
+SGLANG = ("gdn_decode=sglang", "gdn_extend=sglang")
 #: SGLang's own choice of GDN kernels.
 _FI_DECODE, _FI_PREFILL = "linear_attn_decode_backend=flashinfer", "linear_attn_prefill_backend=flashinfer"
 STRESS = ("--stress", "200")
@@ -72,6 +74,7 @@ _SMALL = (
     Engine(name="triton", settings=TRITON, flags=("--profile", *STRESS)),
     Engine(name="flashinfer", settings=FLASHINFER, flags=("--profile", *STRESS)),
     Engine(name="mixed", settings=MIXED, flags=("--profile", *STRESS)),
+    Engine(name="sglang", settings=SGLANG, flags=("--profile", *STRESS)),
     Engine(name="triton_eager", settings=TRITON, engine=EAGER),
     Engine(name="flashinfer_eager", settings=FLASHINFER, engine=EAGER),
     Engine(name="mixed_eager", settings=MIXED, engine=EAGER),
@@ -93,11 +96,16 @@ _RADIX = (
     Engine(name="flashinfer_cache", settings=FLASHINFER, engine=_ON, flags=("--shared",)),
 )
 _LOAD = ("--then-load", "{model:other}")
-_REFRESH = tuple(
-    engine for name, settings in (("triton", TRITON), ("flashinfer", FLASHINFER)) for engine in (
-        Engine(name=f"{name}_cold", model="other", settings=settings),
-        Engine(name=f"{name}_updated", settings=settings, flags=_LOAD),
-    )
+#: FlashInfer's kernels whose adapter refreshes no copy: what an update that is not noticed would look like.
+_FORGETFUL = ("gdn_decode=forgetful", "gdn_extend=forgetful")
+_REFRESH = (
+    *(
+        engine for name, settings in (("triton", TRITON), ("flashinfer", FLASHINFER)) for engine in (
+            Engine(name=f"{name}_cold", model="other", settings=settings),
+            Engine(name=f"{name}_updated", settings=settings, flags=_LOAD),
+        )
+    ),
+    Engine(name="flashinfer_forgetful", settings=_FORGETFUL, flags=(*_LOAD, "--extras")),
 )  # fmt: skip
 _SHADOW = (
     Engine(name="triton", settings=TRITON, engine=EAGER),
@@ -160,7 +168,7 @@ _PARITY = tuple(
 SUITES = {
     "small": Suite(
         engines=_SMALL, truth=True, scripts=_judged("small", *_SMALL), documents={
-            "truth": ("truth", *_all(*_SMALL)), "small": _all(*_SMALL),
+            "truth": ("truth", *_all(*_SMALL)), "small": _all(*_SMALL), "small_sglang": ("off", "sglang"),
             "small_eager": (
                 "off_eager", "off", "triton_eager", "triton", "flashinfer_eager", "flashinfer", "mixed_eager", "mixed",
             ),
@@ -176,8 +184,10 @@ SUITES = {
         },
     ),
     "refresh": Suite(
-        engines=_REFRESH,
-        documents={f"refresh_{name}": (f"{name}_cold", f"{name}_updated") for name in ("triton", "flashinfer")},
+        engines=_REFRESH, documents={
+            "refresh_triton": ("triton_cold", "triton_updated"),
+            "refresh_flashinfer": ("flashinfer_cold", "flashinfer_updated", "flashinfer_forgetful"),
+        },
     ),
     "shadow": Suite(engines=_SHADOW, documents={"shadow": _all(*_SHADOW)}),
     "defaults": Suite(

@@ -82,14 +82,15 @@ def tell(talk: TextIO, what: Any) -> None:
 
 
 def middle(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Of several traces of a step the median of each time, the lowest and the highest as ``..._range``, and how many
-    there were. Anything else is of the first; a trace without the step counts only where all are."""
+    """Of several traces of a step the median of each time, the lowest and the highest as ``..._range``, each of them
+    in the order they were made as ``..._each``, and how many there were. Anything else is of the first; a trace without
+    the step counts only where all are."""
     there = [trace for trace in traces if "span_us" in trace] or traces[:1]
     found = {**there[0], "traces": len(there)}
     for what in ("span_us", "kernels_us"):
-        values = sorted(trace[what] for trace in there if what in trace)
+        values = [trace[what] for trace in there if what in trace]
         if values:
-            found |= {what: median(values), f"{what}_range": [values[0], values[-1]]}
+            found |= {what: median(values), f"{what}_range": [min(values), max(values)], f"{what}_each": values}
     return found
 
 

@@ -233,7 +233,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--shared", action="store_true", help="prompts with shared prefixes, asked twice and in a batch")
     one.add_argument("--record", default="", metavar="DIR", help="record the first GDN calls; needs eager decode")
     one.add_argument("--record-calls", type=int, default=8, help="of each layer and phase")
-    one.add_argument("--extras", action="store_true", help="bring the adapter 'wrong'")
+    one.add_argument("--extras", action="store_true", help="bring the adapters 'wrong' and 'forgetful'")
     one.add_argument("--stress", type=int, default=0, metavar="REQUESTS")
     one.add_argument("--turns", default="", metavar="SOCKET", help="answer what engine_turns.py asks for")
     one.add_argument("--profile", action="store_true")

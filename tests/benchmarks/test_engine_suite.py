@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import time
@@ -106,6 +107,21 @@ def test_only_asks_for_the_engines_that_it_names(tmp_path: Path, capsys: pytest.
     assert {failure["why"] for failure in said["failures"]} == {"the budget was spent"}
     assert not (tmp_path / "engine_refresh_flashinfer.json").exists()
     assert "the budget was spent" in capsys.readouterr().out
+
+
+def test_only_the_measures_that_are_named_are_taken() -> None:
+    assert [measure.name for measure in engine_suite.measures_of("8192,8")] == [
+        "decode tokens/s, batch 8", "prefill tokens/s, 8192 tokens",
+    ]  # fmt: skip
+    with pytest.raises(argparse.ArgumentTypeError, match="no measure of 7: of 1, 8, 64, 128, 8192"):
+        engine_suite.measures_of("8,7")
+
+
+def test_an_update_has_an_engine_that_does_not_notice_it() -> None:
+    engines = {engine.name: engine for engine in SUITES["refresh"].engines}
+    cold, updated, forgetful = (engines[name] for name in SUITES["refresh"].documents["refresh_flashinfer"])
+    assert (cold.model, updated.model, forgetful.model) == ("other", "small", "small")
+    assert set(updated.flags) < set(forgetful.flags), "loaded as the other is, by an adapter of the benchmark's"
 
 
 def test_the_suite_of_logprobs_holds_both_of_sglangs_own_kernels() -> None:

@@ -63,9 +63,11 @@ def test_engines_are_asked_in_turn_and_compared_round_by_round(tmp_path: Path) -
     assert turns.rounds["dies"] == {decode: 0, prefill: 0}
     for name, times in (("plain", 1), ("slow", 2)):
         step, other = turns.device_steps[name][decode], turns.device_steps[name][prefill]
+        one = [1000 * times, 1300 * times, 1100 * times]
         assert step == {"span_us": 2200 * times, "span_us_range": [2000 * times, 2600 * times], "traces": 3,
-                        "new": engine_turns.DEVICE_STEPS}  # fmt: skip
-        assert other == {"span_us": 1100 * times, "span_us_range": [1000 * times, 1300 * times], "traces": 3, "new": 0}
+                        "span_us_each": [2 * us for us in one], "new": engine_turns.DEVICE_STEPS}  # fmt: skip
+        assert other == {"span_us": 1100 * times, "span_us_range": [1000 * times, 1300 * times], "traces": 3,
+                         "span_us_each": one, "new": 0}  # fmt: skip
     ratio = paired(turns.samples["plain"], turns.samples["slow"])
     assert ratio[decode] == ratio[prefill] == {"median": 0.5, "low": 0.5, "high": 0.5, "of_medians": 0.5}
     assert sorted({failure["name"] for failure in turns.failures}) == ["absent", "dies"]
@@ -80,8 +82,8 @@ def test_traces_without_the_step_count_only_where_all_are() -> None:
     high = {"forwards": 7, "span_us": 8.0, "kernels_us": 6.0}
     assert middle([empty]) == {"forwards": 0, "traces": 1}
     assert middle([empty, low, high]) == {
-        "forwards": 8, "traces": 2, "span_us": 8.5, "span_us_range": [8.0, 9.0],
-        "kernels_us": 5.5, "kernels_us_range": [5.0, 6.0],
+        "forwards": 8, "traces": 2, "span_us": 8.5, "span_us_range": [8.0, 9.0], "span_us_each": [9.0, 8.0],
+        "kernels_us": 5.5, "kernels_us_range": [5.0, 6.0], "kernels_us_each": [5.0, 6.0],
     }  # fmt: skip
 
 
