@@ -60,32 +60,18 @@ def plain_convolution(x: Tensor, *_: Any, **links: Any) -> Tensor:
 class Machine:
     """One layer's pool (layer 1 of 2), its RadixLinearAttention and a GDNAttnBackend over them.
 
-    ``strided`` makes a page-major pool: a slot's layers lie together, so a layer's slots are apart.
+    ``strided`` makes a page-major pool: a slot's layers lie together, so a layer's slots are apart. ``pool``: SGLang's
+    own pools of these sizes, instead of ones made here.
     """
 
     def __init__(self, *, slots: int = 8, draft: int = 0, strided: bool = False, dtype: torch.dtype = torch.float32,
-                 family: str = "qwen3_5_moe_text") -> None:  # fmt: skip
+                 family: str = "qwen3_5_moe_text", pool: Any = None) -> None:  # fmt: skip
         from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
         from sglang.srt.layers.attention.linear.utils import LinearAttnBackends, LinearAttnKernelBackend
         from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
-        from sglang.srt.mem_cache.memory_pool import MambaPool
 
-        shape = (slots, 2, HV, V, K) if strided else (2, slots, HV, V, K)
-        temporal = torch.randn(shape)
-        temporal = temporal.transpose(0, 1) if strided else temporal
-        conv = [torch.zeros(2, slots, CHANNELS, WIDTH - 1)]
-        if draft:
-            cache: Any = MambaPool.SpeculativeState(
-                conv=conv, temporal=temporal, intermediate_ssm=torch.full((2, slots + 1, draft, HV, V, K), torch.nan),
-                intermediate_conv_window=[torch.zeros(2, slots + 1, draft, CHANNELS, WIDTH - 1)],
-            )  # fmt: skip
-        else:
-            cache = MambaPool.State(conv=conv, temporal=temporal)
-        self.cache, self.draft, self.dtype = cache, draft, dtype
-        pool = SimpleNamespace(
-            size=slots, mamba_pool=SimpleNamespace(mamba_cache=cache, size=slots),
-            mamba2_layer_cache=cache.at_layer_idx, mamba_map={1: 1},
-        )  # fmt: skip
+        pool = pools(slots, draft, strided) if pool is None else pool
+        self.cache, self.draft, self.dtype = pool.mamba_pool.mamba_cache, draft, dtype
         triton = LinearAttnKernelBackend.TRITON
         runner = SimpleNamespace(
             server_args=SimpleNamespace(enable_mis=False), device="cpu", is_draft_worker=False, req_to_token_pool=pool,
@@ -143,6 +129,27 @@ class Machine:
             global_num_token_non_padded_cpu=total if padding else None,
             spec_info=SimpleNamespace(draft_token_num=lengths[0], ragged_verify_layout=None),
         )  # fmt: skip
+
+
+def pools(slots: int, draft: int, strided: bool) -> Any:
+    """What the backend reads of a request pool, over MambaPool's caches of random states."""
+    from sglang.srt.mem_cache.memory_pool import MambaPool
+
+    shape = (slots, 2, HV, V, K) if strided else (2, slots, HV, V, K)
+    temporal = torch.randn(shape)
+    temporal = temporal.transpose(0, 1) if strided else temporal
+    conv = [torch.zeros(2, slots, CHANNELS, WIDTH - 1)]
+    if draft:
+        cache: Any = MambaPool.SpeculativeState(
+            conv=conv, temporal=temporal, intermediate_ssm=torch.full((2, slots + 1, draft, HV, V, K), torch.nan),
+            intermediate_conv_window=[torch.zeros(2, slots + 1, draft, CHANNELS, WIDTH - 1)],
+        )  # fmt: skip
+    else:
+        cache = MambaPool.State(conv=conv, temporal=temporal)
+    return SimpleNamespace(
+        size=slots, mamba_pool=SimpleNamespace(mamba_cache=cache, size=slots), mamba2_layer_cache=cache.at_layer_idx,
+        mamba_map={1: 1},
+    )  # fmt: skip
 
 
 def split(packed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -106,17 +106,17 @@ REFUSAL = "null slot requires 0, got None"
 
 
 def start_with_one_null_slot(**settings: Any) -> tuple[Any, OneNullSlot]:
+    """On a release that gathers a page-major pool before extend, so that such a pool has no null slot."""
     fake, names = OneNullSlot(0.5), dict.fromkeys(ALL, "fake")
-    container = build(device="cpu", conv="reference", adapters=[fake_entry("fake", fake)], **names)
-    return start(container, **names, **settings), fake
+    known = load_settings(None, device="cpu", **names, **settings)
+    container = build(known, conv="reference", adapters=[fake_entry("fake", fake)])
+    gathers = dataclasses.replace(installed_seam(), gather_switch=None)
+    return sglang_plugin.start(known, gathers, PLACE, container), fake
 
 
 def draft_machine(**sizes: Any) -> Machine:
-    """One over a unified memory pool, every slot of which SGLang hands out."""
-    from sglang.srt.runtime_context import get_memory
-
-    with get_memory().override(enable_unified_memory=True):
-        return Machine(**sizes)
+    """One whose pool is page-major, where the target's is not."""
+    return Machine(strided=True, **sizes)
 
 
 def decode_one(machine: Machine, slots: tuple[int, ...] = (3,)) -> Any:
@@ -126,14 +126,19 @@ def decode_one(machine: Machine, slots: tuple[int, ...] = (3,)) -> Any:
     return machine.backend.forward_decode(machine.layer, batch, packed, a, b)
 
 
-def test_a_draft_whose_null_slot_the_adapter_refuses_keeps_sglangs_kernels_beside_a_served_target() -> None:
+def test_a_draft_whose_null_slot_the_adapter_refuses_keeps_sglangs_kernels_beside_a_served_target(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import sglang.srt.layers.attention.linear.gdn_backend as gdn
+
+    monkeypatch.setattr(gdn, "is_cpu", lambda: False)  # only there does SGLang hand on a page-major pool as it is
     one, fake = start_with_one_null_slot()
     target, draft = Machine(), draft_machine(slots=20)
     plain, ours = own(draft), own(target)
     assert not draft.dispatcher.extend_uses_state_checkpoints, "SGLang's Triton plan is kept with its kernel"
     assert target.dispatcher.extend_uses_state_checkpoints
     decode_one(draft)
-    dispatch_extend(draft, [3], [1])
+    extend_two(draft)
     assert (plain.calls, fake.calls) == (["packed_decode", "extend"], [])
     decode_one(target)
     dispatch_extend(target, [3], [1])
@@ -167,6 +172,15 @@ def test_strict_stops_the_engine_where_the_adapter_refuses_the_drafts_null_slot(
         draft_machine()
 
 
+class OneModel(FakeGatedDeltaRule):
+    """Has room for the calls of one model."""
+
+    def prepare(self, plan: GdnPlan) -> None:
+        if self.plans:
+            raise ConfigurationError("one model is prepared already")
+        super().prepare(plan)
+
+
 def test_a_backend_that_is_left_alone_gathers_its_pool_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt.layers.attention.linear.gdn_backend import GDNAttnBackend
 
@@ -174,10 +188,10 @@ def test_a_backend_that_is_left_alone_gathers_its_pool_as_before(monkeypatch: py
     monkeypatch.setattr(GDNAttnBackend, switch, True, raising=False)  # 0.5.20 has none, and always gathers
     names = dict.fromkeys(ALL, "fake")
     settings = load_settings(None, device="cpu", **names)
-    container = build(settings, conv="reference", adapters=[fake_entry("fake", OneNullSlot(0.5))])
+    container = build(settings, conv="reference", adapters=[fake_entry("fake", OneModel(0.5))])
     release = dataclasses.replace(installed_seam(), gather_switch=switch)
     sglang_plugin.start(settings, release, PLACE, container)
-    target, draft = Machine(strided=True), draft_machine(strided=True)
+    target, draft = Machine(strided=True), Machine(strided=True)
     assert getattr(target.backend, switch) is False
     assert getattr(draft.backend, switch) is True
     sglang_plugin.uninstall()

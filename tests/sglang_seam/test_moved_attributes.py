@@ -79,10 +79,9 @@ def launch_lacks_determinism(monkeypatch: pytest.MonkeyPatch) -> str:
 
 BREAKS = [
     dispatcher_lacks_the_tree_kernel, backend_lacks("verify_intermediate_state_indices"),
-    backend_lacks("enable_unified_memory"), backend_lacks("mis_metadata"), cache_lacks_replayed_values,
-    launch_lacks_determinism,
+    backend_lacks("mis_metadata"), cache_lacks_replayed_values, launch_lacks_determinism,
 ]  # fmt: skip
-NAMES = ["kernel slot", "verify rows", "unified memory", "multi-item scoring", "ReplaySSM", "determinism"]
+NAMES = ["kernel slot", "verify rows", "multi-item scoring", "ReplaySSM", "determinism"]
 
 
 @pytest.fixture

@@ -28,7 +28,7 @@ class GdnKernel:
 
     ``gathers``: that this kernel, not SGLang, makes a strided pool contiguous for ``original``'s extend. ``chunk``:
     tokens of a chunk of ``original``'s extend, before each of which it returns the state. ``reserved``: the pool whose
-    slot 0 is never a request's (None: there is none).
+    slot 0 is never a request's (None: where no phase is routed).
     """
 
     def __init__(

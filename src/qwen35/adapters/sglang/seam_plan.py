@@ -10,7 +10,7 @@ import torch
 from qwen35.domain.geometry import GdnGeometry
 from qwen35.ports.gated_delta_rule import GdnPlan
 
-#: SGLang's allocator never hands this slot out: padded tokens may write it.
+#: SGLang's allocators, that of unified memory included, never hand this slot out: padded tokens may write it.
 RESERVED_SLOT = 0
 
 
@@ -18,27 +18,25 @@ def backend_plan(backend: Any, model_runner: Any, gathers_pool: bool) -> GdnPlan
     """The plan for a GDNAttnBackend. ``gathers_pool``: SGLang copies a strided pool before extend, and in such a copy
     row 0 is a sequence like any other."""
     cache = backend.req_to_token_pool.mamba_pool.mamba_cache
-    pool, conv = cache.temporal, cache.conv[0]
+    pool, conv = reserved_pool(backend), cache.conv[0]
     value_heads, value_width, key_width = pool.shape[2:]
     key_heads = (conv.shape[-2] - value_heads * value_width) // (2 * key_width)
     batch = max(backend.verify_intermediate_state_indices.shape[0], backend.req_to_token_pool.size)
-    strided = not pool[0].is_contiguous()
-    reserved = reserved_pool(backend) is not None and not (strided and gathers_pool)
+    gathered = gathers_pool and not pool[0].is_contiguous()
     return GdnPlan(
         geometry=GdnGeometry(
             key_heads=key_heads, value_heads=value_heads, key_width=key_width, value_width=value_width
         ),
         state_dtype=pool.dtype, device=pool.device, max_batch=batch, max_tokens=_extend_tokens() + batch,
         max_draft=_draft_tokens(cache), token_dtype=model_runner.dtype,
-        null_slot=RESERVED_SLOT if reserved else None, may_pad=True,
+        null_slot=None if gathered else RESERVED_SLOT, may_pad=True,
     )  # fmt: skip
 
 
-def reserved_pool(backend: Any) -> torch.Tensor | None:
-    """The pool [layers, N, HV, V, K] of whose slots SGLang hands out all but the reserved one; None where it hands out
-    all of them."""
+def reserved_pool(backend: Any) -> torch.Tensor:
+    """The pool [layers, N, HV, V, K] of whose slots SGLang hands out all but the reserved one."""
     pool: torch.Tensor = backend.req_to_token_pool.mamba_pool.mamba_cache.temporal
-    return None if backend.enable_unified_memory else pool
+    return pool
 
 
 def union(first: GdnPlan, second: GdnPlan) -> GdnPlan:
