@@ -37,7 +37,8 @@ def engines_table(report: Row) -> str:
     used = [column for column in columns if any(column[1](row) for row in rows)]
     own, best = (_own(rows[0], "the first engine's"), against_best(rows)) if ratios else ([], [])
     rows += [*own, *best]
-    about = f"{_ratios_are(rows)} {_cut(rows)}{_parts(steps, rows)}" if ratios else _cut(rows[:1])
+    compared = f"{_ratios_are(rows)} {_cut(rows)}" if ratios else _cut(rows[:1])
+    about = f"{compared}{_parts(steps, rows)}"
     lines = [_caption(report, about)]
     lines += ["", f"| engine | {' | '.join(name for name, _ in used)} |", "| --- " * (len(used) + 1) + "|"]
     lines += [f"| {row['tag']} | {' | '.join(cell(row) for _, cell in used)} |" for row in rows]

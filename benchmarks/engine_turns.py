@@ -144,7 +144,7 @@ class Turns:
                 for name in self._order(number):
                     for measure in measures:
                         self._one(cores, name, measure, None, deadline)
-            for number in range(rounds + 1):
+            for number in range(rounds + 1 if rounds else 0):
                 for measure in measures:
                     for name in self._order(number):
                         self._one(cores, name, measure, number, deadline)

@@ -74,12 +74,12 @@ def ours(metrics: str) -> dict[str, float]:
 
 
 def said_of_us(log: str) -> list[str]:
-    """The lines of the server's log that our logger wrote, with the lines that go on from them."""
+    """The lines of the server's log that begin with our name, with the lines that go on from them."""
     found: list[str] = []
     inside = False
     for line in log.splitlines():
         if line.startswith("["):
-            inside = "qwen35" in line
+            inside = line.partition("] ")[2].startswith("qwen35")
         if inside:
             found.append(line)
     return found

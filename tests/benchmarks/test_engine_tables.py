@@ -68,6 +68,10 @@ def test_a_prefill_on_the_device_is_the_sum_of_its_kernels() -> None:
     assert heads[3:] == ["device's part of a decode, batch 8", "device's part of a prefill, 128 tokens"]
     assert triton[3:] == ["1200 us, 1.250", "1200 us, 1.250"]
     assert "of a prefill the sum of its kernels' times" in table
+    untimed = [{name: value for name, value in row.items() if name != "throughput_ratio"} for row in rows]
+    alone = engines_table({**USED, "against": "sglang", "rows": untimed})
+    assert "Ratios" not in alone
+    assert "of a prefill the sum of its kernels' times" in alone
     for common, own in (({"tp_size": 2}, {}), ({}, {"tp_size": 2})):
         several = [row | {"engine": own} for row in rows]
         heads, *_ = cells(engines_table({**USED, "against": "sglang", "engine": common, "rows": several}))

@@ -24,7 +24,7 @@ qwen35_fallbacks_total{reason="x requires y, got z"} 1.0
 LOG = """INFO: started
 [2026-12-01 03:31:57] qwen35 inside SGLang 0.5.20
   decode: triton
-[2026-12-01 03:31:58] Capture cuda graph begin
+[2026-12-01 03:31:58] Capture cuda graph begin of /models/qwen35
   of eight
 [2026-12-01 03:31:59] qwen35: stopped
 """

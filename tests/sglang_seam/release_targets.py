@@ -8,6 +8,7 @@ _GDN = f"{_SRT}layers.attention.linear.gdn_backend:"
 _KERNELS = f"{_SRT}layers.attention.linear.kernels."
 _UPDATER = f"{_SRT}managers.scheduler_components.weight_updater:SchedulerWeightUpdaterManager"
 _RELAY = f"{_SRT}managers.overlap_utils:"
+_RUNNER = f"{_SRT}model_executor.forward_batch_info:"
 _CONTEXT = f"{_SRT}runtime_context:"
 _ADD_NORM = f"{_SRT}layers.layer_boundary.residual.add_norm:"
 
@@ -50,7 +51,7 @@ _CALLED = {
     f"{_KERNELS}gdn_flashinfer:maybe_build_flashinfer_checkpoint_plan",
     f"{_SRT}layers.layernorm:_forward_with_allreduce_fusion",
     f"{_SRT}layers.layernorm:GemmaRMSNorm.forward_with_allreduce_fusion",
-    f"{_SRT}layers.moe.utils:get_moe_a2a_backend",
+    f"{_SRT}layers.moe.utils:get_moe_a2a_backend", f"{_RUNNER}ForwardMode.is_target_verify",
     *(f"{_CONTEXT}get_{name}" for name in ("schedule", "flags", "forward", "exec", "disagg", "spec", "parallel")),
 }  # fmt: skip
 #: By release, the functions whose signatures must be checked: what is hooked, and what the seam relies on.
@@ -63,6 +64,7 @@ CHECKED = {
 }  # fmt: skip
 
 _THERE = {
+    f"{_RUNNER}ForwardBatch", f"{_SRT}speculative.spec_info:SpecInput",
     f"{_GDN}FLA_CHUNK_SIZE", f"{_KERNELS}kernel_backend:LinearAttnKernelBase",
     f"{_KERNELS}kernel_backend:LinearAttnKernelBase.uses_state_checkpoints",
     f"{_SRT}constants:GPU_MEMORY_TYPE_WEIGHTS",

@@ -191,21 +191,52 @@ def test_a_future_map_that_moved_is_sglangs_own(
 # The fused norm
 
 
-def runner_lacks_its_kind(machine: FusedMachine) -> str:
+def runner_lacks_its_kind(machine: FusedMachine, _: pytest.MonkeyPatch) -> str:
     del machine.runner.is_draft_worker
     return "'types.SimpleNamespace' object has no attribute 'is_draft_worker'"
 
 
-def model_lacks_its_eps(machine: FusedMachine) -> str:
+def model_lacks_its_eps(machine: FusedMachine, _: pytest.MonkeyPatch) -> str:
     del machine.runner.model_config.hf_text_config.rms_norm_eps
     return "'types.SimpleNamespace' object has no attribute 'rms_norm_eps'"
 
 
+def flags_lack_the_draft_scope(_: FusedMachine, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Which every step asks for."""
+    from sglang.srt import runtime_context
+
+    real = runtime_context.get_flags
+    says = "'MoeFlags' object has no attribute 'in_speculative_scope'"
+
+    class Flags:
+        def __getattr__(self, name: str) -> Any:
+            return Moe() if name == "moe" else getattr(real(), name)
+
+    class Moe:
+        def __getattr__(self, name: str) -> Any:
+            if name == "in_speculative_scope":
+                raise AttributeError(says)
+            return getattr(real().moe, name)
+
+    monkeypatch.setattr(runtime_context, "get_flags", Flags)
+    return says
+
+
+def step_lacks_the_scattered_input(_: FusedMachine, monkeypatch: pytest.MonkeyPatch) -> str:
+    from sglang.srt.runtime_context import get_forward
+
+    monkeypatch.delitem(get_forward()._plain, "attn_input_scattered")
+    return "ForwardFlags has no flag 'attn_input_scattered'"
+
+
 @pytest.mark.usefixtures("groups")
-@pytest.mark.parametrize("breaks", [runner_lacks_its_kind, model_lacks_its_eps])
+@pytest.mark.parametrize(
+    "breaks",
+    [runner_lacks_its_kind, model_lacks_its_eps, flags_lack_the_draft_scope, step_lacks_the_scattered_input],
+)
 @pytest.mark.parametrize("strict", [False, True], ids=["alone", "strict"])
 def test_a_warm_up_that_moved_leaves_fusion_to_sglang(
-    breaks: Callable[[FusedMachine], str], strict: bool, monkeypatch: pytest.MonkeyPatch,
+    breaks: Callable[[FusedMachine, pytest.MonkeyPatch], str], strict: bool, monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:  # fmt: skip
     from sglang.srt.layers import flashinfer_comm_fusion
@@ -216,7 +247,7 @@ def test_a_warm_up_that_moved_leaves_fusion_to_sglang(
         flashinfer_comm_fusion, "pre_initialize_workspaces", lambda **wanted: warmed.append(wanted["hidden_dim"])
     )
     machine = FusedMachine(strict=strict)
-    says = breaks(machine)
+    says = breaks(machine, monkeypatch)
     with get_exec().comm.override(flashinfer_allreduce_fusion_backend="trtllm"):
         if strict:
             with pytest.raises(SystemExit, match=says):

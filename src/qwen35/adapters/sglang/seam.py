@@ -25,10 +25,12 @@ Hook = Callable[..., Any]
 @dataclass(frozen=True, slots=True)
 class Target:
     """A function or value of SGLang: ``path`` is "module:Class.method" and ``signature`` its parameters as
-    ``signature_of`` writes them (None: anything that exists)."""
+    ``signature_of`` writes them (None: anything that exists). ``fields``: what a class there must declare, as the
+    hooks read it of its instances while they serve, where it is too late to give up."""
 
     path: str
     signature: str | None = None
+    fields: tuple[str, ...] = ()
 
 
 def signature_of(function: Any) -> str:
@@ -66,6 +68,9 @@ def _difference(target: Target) -> str | None:
         return f"{target.path} is not there ({exc})"
     except Exception as exc:  # noqa: BLE001 - a module of SGLang, or one that it imports, may raise anything
         return f"{target.path} cannot be imported ({said(exc)})"
+    lacking = [name for name in target.fields if not _declares(value, name)]
+    if lacking:
+        return f"{target.path} must have {', '.join(lacking)}"
     if target.signature is None:
         return None
     if not callable(value):
@@ -75,6 +80,11 @@ def _difference(target: Target) -> str | None:
     except (TypeError, ValueError) as exc:
         return f"{target.path} must take {target.signature}, does not say what it takes ({exc})"
     return None if found == target.signature else f"{target.path} must take {target.signature}, takes {found}"
+
+
+def _declares(kind: Any, name: str) -> bool:
+    bases = kind.__mro__ if isinstance(kind, type) else ()
+    return name in dir(kind) or any(name in inspect.get_annotations(base) for base in bases)
 
 
 def said(exc: Exception) -> str:

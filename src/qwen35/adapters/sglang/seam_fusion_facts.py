@@ -40,6 +40,9 @@ class Engine:
         sizes = get_parallel()
         moe = sizes.moe_ep_size if sizes.moe_ep_size > 1 else sizes.moe_tp_size
         self._group_sizes: dict[bool, int] = {True: sizes.attn_tp_size, False: moe}
+        # Steps read these again, where it is too late to give up.
+        self.drafting()
+        self.input_scattered()
 
     def situation(self) -> Situation:
         """A decode step of one token, as far as the launch decides it; ``max_m`` is SGLang's bound of fused tokens."""

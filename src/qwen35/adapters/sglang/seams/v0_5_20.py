@@ -58,6 +58,12 @@ TARGETS = {
     ),
     "chunk_size": Target(f"{_GDN}:FLA_CHUNK_SIZE"),
     "schedule": Target(f"{_CONTEXT}:get_schedule", "()"),
+    # relied on: what says of a batch what it is, and of a verify whether its rows differ in length
+    "forward_batch": Target(
+        f"{_RUNNER}.forward_batch_info:ForwardBatch", fields=("forward_mode", "extend_seq_lens_cpu", "spec_info")
+    ),
+    "forward_mode": Target(f"{_RUNNER}.forward_batch_info:ForwardMode.is_target_verify", "(self)"),
+    "draft_input": Target("sglang.srt.speculative.spec_info:SpecInput", fields=("ragged_verify_layout",)),
     # relied on: what says that weights have no memory
     "weights_updater": Target(
         _WEIGHTS,
