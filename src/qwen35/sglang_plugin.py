@@ -37,6 +37,7 @@ from qwen35.adapters.sglang.seam_loading import left_out
 from qwen35.adapters.sglang.seam_metrics import PrometheusMirror, metrics_wanted
 from qwen35.adapters.sglang.seam_model import read_model
 from qwen35.adapters.sglang.seam_moved import our_half
+from qwen35.adapters.sglang.seam_plan import speculating
 from qwen35.adapters.sglang.seam_ranks import RankSettings
 from qwen35.adapters.sglang.seam_relay import RelaySeam
 from qwen35.adapters.sglang.seams import installed_release, release_seam
@@ -313,11 +314,11 @@ def announce(settings: Settings, one: Running) -> None:
     if not one.place.first:
         return
     registry = one.container.registry()
-    fusion = fusion_choice(settings, registry, one.release, None)
+    fusion, drafts = fusion_choice(settings, registry, one.release, None), speculating()
     text = explain_text(
         release=installed_release(), problems=(), platform=registry.platform,
-        choices=phase_choices(settings, registry, None, unrouted), fallback=settings.gdn_fallback,
-        model=one.gdn.model_line(), parts=part_lines(settings, fusion, one.release, None, unrouted),
+        choices=phase_choices(settings, registry, None, unrouted, drafts), fallback=settings.gdn_fallback,
+        model=one.gdn.model_line(), parts=part_lines(settings, fusion, one.release, None, unrouted, drafts),
         others=[*one.gdn.notes, *one.fusion.notes],
     )  # fmt: skip
     one.announced.append(text)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 
@@ -89,16 +90,19 @@ def impossible(settings: Settings, registry: AdapterRegistry) -> Iterator[Unavai
 
 
 def phase_choices(
-    settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None, unrouted: str | None = None
-) -> list[PhaseChoice]:
+    settings: Settings, registry: AdapterRegistry, facts: ModelFacts | None, unrouted: str | None = None,
+    drafts: bool | None = None,
+) -> list[PhaseChoice]:  # fmt: skip
     """Who serves each phase, for the model ``facts`` where there is one.
 
-    ``unrouted``: why nothing is routed, as an engine without ``facts`` found out.
+    ``unrouted``: why nothing is routed, as an engine without ``facts`` found out. ``drafts``: whether it has drafts to
+    verify (None: there is no engine yet).
     """
     why = unrouted if facts is None else facts.unrouted
-    return [
+    chosen = [
         _phase_choice(settings, registry, facts, phase, why) for phase in (Phase.DECODE, Phase.EXTEND, Phase.VERIFY)
     ]
+    return [replace(choice, drafts=drafts) for choice in chosen]
 
 
 def _phase_choice(
@@ -136,16 +140,19 @@ def _instead(settings: Settings, registry: AdapterRegistry, facts: ModelFacts | 
 
 
 def part_lines(
-    settings: Settings, fusion: FusionChoice, release: Release, facts: ModelFacts | None, unrouted: str | None = None
-) -> list[str]:
-    """Fusion, relay, shadow, and settings that do nothing here; ``unrouted`` as in ``phase_choices``."""
+    settings: Settings, fusion: FusionChoice, release: Release, facts: ModelFacts | None, unrouted: str | None = None,
+    drafts: bool | None = None,
+) -> list[str]:  # fmt: skip
+    """Fusion, relay, shadow, and settings that do nothing here; ``unrouted`` and ``drafts`` as in ``phase_choices``."""
     why = unrouted if facts is None else facts.unrouted
     routes = requested_phases(settings) if why is None else {}
+    if drafts is False:
+        routes.pop(Phase.VERIFY, None)
     # Without ``facts`` the fusion has no reasons against a model; but one without our GDN layers is never fused.
     fuses = fusion.adapter is not None and not fusion.reasons and unrouted is None
     return [
         *fusion.lines(), relay_line("relay" in release.targets),
-        shadow_line(settings.gdn_shadow, bool(routes)), *idle_lines(settings, routes, fuses),
+        shadow_line(settings.gdn_shadow, routes), *idle_lines(settings, routes, fuses),
     ]  # fmt: skip
 
 
@@ -164,6 +171,8 @@ def _unconcerned(settings: Settings, routes: Mapping[Phase, str], fuses: bool) -
     """Settings that concern nothing of what is routed, and what they need."""
     if not routes:
         yield "gdn_fallback", "it needs a phase that an adapter of ours serves"
+    elif set(routes.values()) == {settings.gdn_fallback}:
+        yield "gdn_fallback", "it is the adapter of every routed phase itself"
     if not routes and not fuses:
         yield "checked", "it needs a phase or a fusion that an adapter of ours serves"
     shadow = None if settings.gdn_shadow is None else parse_shadow(settings.gdn_shadow).adapter

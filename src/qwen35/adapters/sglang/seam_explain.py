@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from qwen35.adapters.sglang.seams import TESTED
@@ -36,16 +36,23 @@ class PhaseChoice(_Named):
     """Who serves a phase: ``adapter`` (None: SGLang's own kernel), and the ``reasons`` against it, if any.
 
     ``then``: what the launch does about those. ``unrouted``: why nothing of this model is routed, whatever is named.
+    ``drafts``: whether the launch has drafts to verify (None: nothing tells before it stands).
     """
 
     phase: Phase
     adapter: str | None
     unrouted: str | None = None
+    drafts: bool | None = None
 
     @property
     def routed(self) -> bool:
         """Whether calls of the phase go to our service."""
-        return self.adapter is not None and self.unrouted is None
+        return self.adapter is not None and self.unrouted is None and not self.undrafted
+
+    @property
+    def undrafted(self) -> bool:
+        """Whether no call of the phase comes, for want of drafts."""
+        return self.phase is Phase.VERIFY and self.drafts is False
 
     @property
     def variable(self) -> str:
@@ -59,7 +66,13 @@ class PhaseChoice(_Named):
             return f"{self.phase}: SGLang's own kernel, uncounted: {self.unrouted}{idle}"
         if self.adapter is None:
             return f"{self.phase}: SGLang's own kernel, counted ({self.variable} is not set)"
-        return _with_reasons(f"{self.phase}: {self.adapter} ({self.variable})", self.reasons, self.then)
+        named = f"{self.adapter} ({self.variable})"
+        if self.reasons:
+            return _with_reasons(f"{self.phase}: {named}", self.reasons, self.then)
+        if self.undrafted:
+            return f"{self.phase}: no calls: this launch has no speculative decoding; {named} serves nothing"
+        drafted = self.phase is Phase.VERIFY and self.drafts is None
+        return f"{self.phase}: {named}" + (", where the launch has speculative decoding" if drafted else "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,14 +126,16 @@ def idle_line(name: str, value: object, decides: str) -> str:
     return f"QWEN35_{name.upper()} = {value} does nothing inside SGLang: {decides}"
 
 
-def shadow_line(setting: str | None, routed: bool) -> str:
-    """Which calls are repeated by a second adapter."""
+def shadow_line(setting: str | None, routes: Mapping[Phase, str]) -> str:
+    """Which calls are repeated by a second adapter, where ``routes`` says who serves."""
     if setting is None:
         return "shadow: none (QWEN35_GDN_SHADOW is not set)"
     spec = parse_shadow(setting)
-    if not routed:
+    if not routes:
         return f"shadow: none; {spec.adapter} (QWEN35_GDN_SHADOW) needs a phase that an adapter of ours serves"
-    return f"shadow: {spec.adapter} repeats one eager call in {spec.every} of each phase (QWEN35_GDN_SHADOW)"
+    text = f"shadow: {spec.adapter} repeats one eager call in {spec.every} of each phase (QWEN35_GDN_SHADOW)"
+    same = [phase for phase, adapter in routes.items() if adapter == spec.adapter]
+    return f"{text}; it serves {', '.join(same)} too, and is compared with itself there" if same else text
 
 
 def explain(
@@ -147,8 +162,9 @@ def explain(
         return "\n  ".join([*lines, *(ending or ["SGLang runs as if the plugin were not there"])])
     chosen = list(choices)
     lines += [choice.text() for choice in chosen]
-    if any(choice.routed and not choice.ends for choice in chosen):
-        second = "" if fallback is None else f"{fallback} (QWEN35_GDN_FALLBACK), then "
+    serving = {choice.adapter for choice in chosen if choice.routed and not choice.ends}
+    if serving:
+        second = "" if fallback is None or serving == {fallback} else f"{fallback} (QWEN35_GDN_FALLBACK), then "
         lines.append(f"what a chosen adapter refuses: {second}SGLang's own kernel, counted with the reason")
     lines += parts
     lines.append("always SGLang's own: short convolution, commit of accepted drafts, ReplaySSM, multi-item scoring")

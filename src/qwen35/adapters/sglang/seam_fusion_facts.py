@@ -6,6 +6,7 @@ import pkgutil
 from types import MappingProxyType
 from typing import Any
 
+from qwen35.adapters.sglang.seam_plan import speculating
 from qwen35.adapters.sglang.seams.release import Release
 from qwen35.domain.errors import UnavailableError, WorkspaceError
 from qwen35.domain.finalize_policy import ForwardMode, Situation
@@ -100,14 +101,14 @@ def workspace_signature(
     shared_expert: bool = True,
 ) -> WorkspaceSignature:  # fmt: skip
     """Over SGLang's tensor-parallel group. ``device`` is "cuda" or "cpu", ``gpu`` this process's index."""
-    from sglang.srt.runtime_context import get_parallel, get_spec
+    from sglang.srt.runtime_context import get_parallel
 
     parallel = get_parallel()
     return WorkspaceSignature(
         group=parallel.tp_group.device_group, tp_size=parallel.tp_size, rank=parallel.tp_rank, hidden=hidden,
         top_k=top_k, max_m=max_m, dtype=dtype, eps=eps, weight_bias=weight_bias, shared_expert=shared_expert,
         device=f"{device}:{gpu}" if device == "cuda" else device,
-        speculative=get_spec().speculative_algorithm is not None,
+        speculative=speculating(),
     )  # fmt: skip
 
 

@@ -61,6 +61,13 @@ def replays_inputs(backend: Any) -> bool:
     return cache.replayssm_d is not None or cache.replayssm_rawv is not None
 
 
+def speculating() -> bool:
+    """Whether this launch drafts. Its arguments are published before its scheduler is made."""
+    from sglang.srt.runtime_context import get_spec
+
+    return get_spec().speculative_algorithm is not None
+
+
 def _draft_tokens(cache: Any) -> int:
     """Draft tokens of a verify row: the steps of the intermediate buffer [L, R, T, HV, V, K], where there is one."""
     buffers: torch.Tensor | None = vars(cache).get("intermediate_ssm")
