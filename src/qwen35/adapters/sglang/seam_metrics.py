@@ -39,7 +39,7 @@ class PrometheusMirror:
         self._replica = "" if replica is None else str(replica)
         self._seen: dict[tuple[str, tuple[tuple[str, str], ...]], int] = {}
         self._metrics: dict[str, Any] = {}
-        self._failing = False
+        self._failing: frozenset[str] = frozenset()
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._run, name="qwen35-metrics", daemon=True)
@@ -58,21 +58,22 @@ class PrometheusMirror:
     def copy(self) -> None:
         """Add what was counted since the last copy.
 
-        A counter that cannot be written holds no other one back and is tried again at the next copy; it is logged when
-        that begins.
+        A counter that cannot be written holds no other one back and is tried again at the next copy; each kind of
+        error is logged when it begins.
         """
-        failure: Exception | None = None
+        failures: dict[str, tuple[str, Exception]] = {}
         with self._lock:
             for key, value in self._counters.snapshot().items():
                 try:
                     self._copy_one(key, value)
                 except Exception as exc:  # noqa: BLE001 - a thread that ended would leave the counters where they are
-                    failure = exc
-            began, self._failing = failure is not None and not self._failing, failure is not None
-        if failure is not None and began:
+                    failures.setdefault(type(exc).__name__, (key[0], exc))
+            begun = [failures[kind] for kind in failures if kind not in self._failing]
+            self._failing = frozenset(failures)
+        for name, failure in begun:
             logger.error(
-                "qwen35: counters on SGLang's Prometheus endpoint stand still (%s); tried again until the directory of "
-                "%s can be written", said(failure), DIRECTORY_VARIABLE,
+                "qwen35: on SGLang's Prometheus endpoint the counter %r stands still (%s): %s. It is tried again at "
+                "every copy, and so are others that fail alike", name, said(failure), _remedy(failure),
             )  # fmt: skip
 
     def _copy_one(self, key: tuple[str, tuple[tuple[str, str], ...]], value: int) -> None:
@@ -94,3 +95,10 @@ class PrometheusMirror:
     def _run(self) -> None:
         while not self._stop.wait(self._period):
             self.copy()
+
+
+def _remedy(failure: Exception) -> str:
+    if isinstance(failure, OSError):
+        path = os.environ.get(DIRECTORY_VARIABLE)
+        return f"{path!r} ({DIRECTORY_VARIABLE}) must be a directory that this process can write to"
+    return "no directory is at fault; report that, with the versions of qwen35 and prometheus_client"
