@@ -21,7 +21,7 @@ _DECODE_COLUMNS = 64
 _FEW_STATES, _FEW_STATES_ELEMENTS = 128, 512
 #: The most states of float32 that are streamed (see ``DecodeConfig``). At 256 on an H200 that takes 4 percent less time
 #: in a row and an eighth less between other kernels; at 2,048 an engine's step was 0.1 percent longer with it and
-#: ``dependent_launch`` (benchmarks/results/decode_dependent.json, engine_dependent.json). Between was nothing measured.
+#: ``dependent_launch`` (benchmarks/results/decode_dependent.json, engine_dependent.json). Nothing was measured between.
 _STREAMED_STATES = 256
 #: State elements of one program of verify, which keeps them from token to token, and bytes of them that one thread
 #: holds.

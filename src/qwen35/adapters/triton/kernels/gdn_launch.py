@@ -36,9 +36,9 @@ def dependent_launch() -> bool:
     """Whether a launch on the current GPU may begin before the kernel ahead of it has ended, and wait for it inside.
 
     Programmatic dependent launch, from compute capability 9.0 on (CUDA programming guide). It hides the launch behind
-    the end of that kernel: 0.4 microseconds of each decode of one row in a row of them on an H200
-    (benchmarks/results/decode_dependent.json). The kernel must ``gdc_wait`` before it reads or writes; what it asks L2
-    for before costs more than it gains (decode_ahead.json).
+    the end of that kernel: 0.4 microseconds of each decode of one row, called back to back, on an H200
+    (benchmarks/results/decode_dependent.json). The kernel must ``gdc_wait`` before it reads or writes; asking L2 for
+    the state before that costs more than it gains (decode_ahead.json).
     """
     if triton.knobs.runtime.interpret:
         return False
