@@ -87,13 +87,16 @@ _ON = ("disable_radix_cache=false",)
 _NO_BUFFER = (*_ON, "mamba_radix_cache_strategy=no_buffer", "disable_overlap_schedule=true")
 _RADIX = (
     Engine(name="off_no_cache", plugin="off", flags=("--shared",)),
-    Engine(name="off_cache", plugin="off", engine=_ON, flags=("--shared",)),
+    Engine(name="off_cache", plugin="off", engine=_ON, flags=("--shared", *STRESS)),
     Engine(name="off_no_buffer", plugin="off", engine=_NO_BUFFER, flags=("--shared",)),
     Engine(name="triton_no_cache", settings=TRITON, flags=("--shared",)),
-    Engine(name="triton_cache", settings=TRITON, engine=_ON, flags=("--shared",)),
+    Engine(name="triton_cache", settings=TRITON, engine=_ON, flags=("--shared", *STRESS)),
     Engine(name="triton_no_buffer", settings=TRITON, engine=_NO_BUFFER, flags=("--shared",)),
     Engine(name="flashinfer_no_cache", settings=FLASHINFER, flags=("--shared",)),
-    Engine(name="flashinfer_cache", settings=FLASHINFER, engine=_ON, flags=("--shared",)),
+    Engine(name="flashinfer_cache", settings=FLASHINFER, engine=_ON, flags=("--shared", *STRESS)),
+    Engine(name="flashinfer_no_buffer", settings=FLASHINFER, engine=_NO_BUFFER, flags=("--shared",)),
+    Engine(name="mixed_no_cache", settings=MIXED, flags=("--shared",)),
+    Engine(name="mixed_cache", settings=MIXED, engine=_ON, flags=("--shared", *STRESS)),
 )
 _LOAD = ("--then-load", "{model:other}")
 #: FlashInfer's kernels whose adapter refreshes no copy: what an update that is not noticed would look like.
@@ -180,7 +183,8 @@ SUITES = {
     "radix": Suite(
         engines=_RADIX, documents={
             "radix": _all(*_RADIX), "radix_triton": ("triton_no_cache", "triton_cache", "triton_no_buffer"),
-            "radix_flashinfer": ("flashinfer_no_cache", "flashinfer_cache"),
+            "radix_flashinfer": ("flashinfer_no_cache", "flashinfer_cache", "flashinfer_no_buffer"),
+            "radix_mixed": ("mixed_no_cache", "mixed_cache"),
         },
     ),
     "refresh": Suite(

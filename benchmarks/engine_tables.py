@@ -28,6 +28,7 @@ def engines_table(report: Row) -> str:
         ("tokens that the cache spared", lambda row: str(row.get("cached_tokens", {}).get("second", ""))),
         ("weights updated, from a cold engine's", lambda row: _apart(row.get("after_update", {}).get("from_cold"))),
         ("served whole, of those not cancelled", _stress),
+        ("cancelled, and ended before their last token", _ended),
         ("drafts verified, tokens", _accepted),
         ("divergences counted", lambda row: str(row.get("divergences", ""))),
         *((name.replace(" tokens/s", ""), _ratio(name)) for name in ratios),
@@ -165,6 +166,11 @@ def _batch(row: Row) -> str:
 
 def _stress(row: Row) -> str:
     return f"{row['stress']['complete']} of {row['stress']['of']}" if "stress" in row else ""
+
+
+def _ended(row: Row) -> str:
+    stress = row.get("stress", {})
+    return f"{stress['ended']} of {stress['cancelled']}" if "ended" in stress else ""
 
 
 def _accepted(row: Row) -> str:

@@ -43,6 +43,8 @@ from engine_turns import serve
 
 #: NCCL and torch use no NVLink multicast. SGLang: its own all-reduce is off below, and never name mnnvl or auto.
 MULTICAST_OFF = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
+#: New tokens that a request has left when it is cancelled, or nearly: an engine needs longer than that delay for them.
+LONG = 1000
 
 
 def engine_arguments(args: argparse.Namespace) -> dict[str, Any]:
@@ -150,12 +152,16 @@ def accepted(outputs: list[Any]) -> dict[str, int]:
 async def stress(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
     """Requests of mixed lengths at random times, a fifth of them cancelled; the others must equal a quiet run's ids.
 
-    Names are of one length: SGLang ends every request whose name begins with the one that is to end.
+    Those that are cancelled ask for ``LONG`` more tokens, so that they are not done by then; ``ended``: how many of
+    them came back with fewer than they asked for. Names are of one length: SGLang ends every request whose name begins
+    with the one that is to end.
     """
     source = random.Random(1)
     ids = prompts(vocabulary_of(args.model), tuple(source.choice((3, 17, 64, 130, 400)) for _ in range(args.stress)), 2)
     new = [source.randrange(1, 40) for _ in ids]
     cancelled = {i for i in range(len(ids)) if source.random() < 0.2}
+    for i in cancelled:
+        new[i] += LONG
 
     async def one(index: int, name: str, delay: float) -> list[int] | None:
         await asyncio.sleep(delay)
@@ -173,7 +179,8 @@ async def stress(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
     served = [i for i in range(len(ids)) if i not in cancelled]
     quiet = {i: await one(i, f"quiet-{i:05d}", 0.0) for i in served[:20]}
     return {
-        "requests": len(ids), "cancelled": len(cancelled), "of": len(served),
+        "requests": len(ids), "cancelled": len(cancelled),
+        "ended": sum(len(busy[i] or ()) < new[i] for i in cancelled), "of": len(served),
         "complete": sum(len(busy[i] or ()) == new[i] for i in served),
         "same_ids_as_alone": sum(busy[i] == quiet[i] for i in quiet), "compared_alone": len(quiet),
     }  # fmt: skip

@@ -128,7 +128,7 @@ def main() -> int:
     found = run(args)
     if asked_for.against:
         expected = json.loads(asked_for.against.read_text())["output_ids"]
-        found["same_ids"] = found["output_ids"] == expected
+        found |= {"expected_ids": expected, "same_ids": found["output_ids"] == expected}
     Path(asked_for.out).write_text(json.dumps(found, indent=1) + "\n")
     say(json.dumps({name: value for name, value in found.items() if name in ("up_s", "same_ids", "metrics")}, indent=1))
     return 0 if found["metrics"] and found.get("same_ids", True) else 1

@@ -225,6 +225,29 @@ def test_a_refused_extend_goes_to_sglangs_kernel_with_checkpoints_in_the_planned
     assert counters.total("calls", adapter="engine:ChunkKernel", phase="extend") == 1
 
 
+class KernelOfPlannedCheckpoints(ChunkKernel):
+    """As SGLang's FlashInfer prefill: it returns the states that were planned, none of which lies before a chunk."""
+
+    uses_state_checkpoints = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.checkpoints = torch.empty(0)
+
+    def extend(self, *args: Any, **kwargs: Any) -> Any:
+        out, last, _ = super().extend(*args, **kwargs)
+        self.checkpoints = torch.randn(1, kwargs["num_state_checkpoints"], *kwargs["ssm_states"].shape[1:])
+        return out, last, self.checkpoints
+
+
+def test_a_refused_extend_gets_the_checkpoints_of_a_kernel_that_keeps_the_plan_as_they_are() -> None:
+    start_refusing("no such head ratio")
+    machine = Machine()
+    kernel = machine.dispatcher.extend_kernel.original = KernelOfPlannedCheckpoints()
+    (_, _, h), _ = dispatch_extend(machine, LENGTHS, [3, 1, 2, 7, 5], **planned(LENGTHS, 64))
+    assert h is kernel.checkpoints
+
+
 class KernelWithoutChunkStates(ChunkKernel):
     """As SGLang's CuTe DSL prefill, which keeps no states between chunks."""
 
