@@ -28,14 +28,14 @@ from engine_model import where_and_when
 from engine_recording import Recording, recordings
 from qwen35.container import adapter
 from qwen35.domain.errors import Qwen35Error
-from qwen35.ports.gated_delta_rule import ExtendCall, GatedDeltaRule
+from qwen35.ports.gated_delta_rule import ExtendCall, GatedDeltaRule, VerifyCall
 from qwen35.services.assembly import guarded
 from qwen35.services.counters import Counters
 from qwen35.services.platform import detect_platform
 
 ORACLE = "reference64"
 SERVED, ROUNDED = "served", "oracle, SGLang's gates"
-#: What one call left: its output and the states of the slots that it names.
+#: What one call left: its output and the states of the slots that it names, or those behind each of its draft tokens.
 Left = tuple[Tensor, Tensor]
 
 
@@ -52,6 +52,8 @@ def run(rule: GatedDeltaRule, one: Recording, device: str, dtype: torch.dtype | 
         log_gates: bool = False) -> Left:  # fmt: skip
     """``rule`` on copies of a recorded call."""
     call = one.call(device, dtype, log_gates)
+    if isinstance(call, VerifyCall):
+        return rule.verify(call), call.intermediates
     out = rule.extend(call).out if isinstance(call, ExtendCall) else rule.decode(call)
     return out, call.states
 

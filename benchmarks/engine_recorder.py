@@ -73,6 +73,37 @@ class Recorder:
             given["cache_indices"], given["query_start_loc"],
         )  # fmt: skip
 
+    def around_verify(self, original: Callable[..., Any], dispatcher: Any, **given: Any) -> Any:
+        """GDNKernelDispatcher.target_verify, of drafts of one length; SGLang calls it by names.
+
+        Kept are rows of sequences only, [B, T, ...], and as "after" the states behind each draft token.
+        """
+        running, states = _RUNNING.get(), given["ssm_states"]
+        rows, draft = given["query_start_loc"].shape[0] - 1, given["cache_steps"]
+        if running is None or not self._wanted(running[0].layer_id, "verify") or _capturing(states):
+            return original(dispatcher, **given)
+        slots = given["cache_indices"][:rows].to(torch.int64)
+        real = slots > 0
+        used = torch.unique(slots[real])
+        if not used.numel():
+            return original(dispatcher, **given)
+
+        def by_row(x: Tensor) -> Tensor:
+            return x.reshape(rows, draft, *x.shape[-1 if x.dim() < 4 else -2 :])[real]
+
+        kept = {name: by_row(given[name]).clone() for name in ("q", "k", "v", "a", "b")}
+        kept |= {name: given[name].detach().clone() for name in ("A_log", "dt_bias")}
+        kept |= {"before": states[used].clone(), "slots": torch.searchsorted(used, slots[real]).to(torch.int32)}
+        parents = given["retrieve_parent_token"]
+        if parents is not None:
+            kept["parents"] = parents[:rows][real].to(torch.int32, copy=True)
+            kept["parents"][:, 0] = -1  # SGLang leaves the root's undefined
+        out = original(dispatcher, **given)
+        buffer, places = given["intermediate_states_buffer"], given["intermediate_state_indices"][:rows]
+        kept |= {"out": by_row(out), "after": buffer[places[real].to(torch.int64), :draft]}
+        self._write(running[0].layer_id, "verify", kept)
+        return out
+
     def _around(self, phase: str, call: Callable[[], Any], tokens: dict[str, Tensor], states: Tensor, slots: Tensor,
                 offsets: Tensor | None = None) -> Any:  # fmt: skip
         running = _RUNNING.get()
@@ -123,6 +154,7 @@ def hooks(recorder: Recorder) -> dict[str, Callable[..., Any]]:
     return {
         LAYER: recorder.around_layer, f"{DISPATCHER}.packed_decode": recorder.around_packed,
         f"{DISPATCHER}.decode": recorder.around_decode, f"{DISPATCHER}.extend": recorder.around_extend,
+        f"{DISPATCHER}.target_verify": recorder.around_verify,
     }  # fmt: skip
 
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, LogGates, RawGates
+from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, LogGates, RawGates, VerifyCall
 
 #: Tokens, and the gates as projected.
 _TOKENS = ("q", "k", "v", "a", "b")
@@ -27,9 +27,11 @@ class Recording:
     @property
     def tokens(self) -> int:
         """Tokens of all sequences."""
-        return self.tensors["q"].shape[0]
+        return self.tensors["q"].shape[:-2].numel()
 
-    def call(self, device: str, dtype: torch.dtype | None = None, log_gates: bool = False) -> DecodeCall | ExtendCall:
+    def call(
+        self, device: str, dtype: torch.dtype | None = None, log_gates: bool = False
+    ) -> DecodeCall | ExtendCall | VerifyCall:
         """The call on copies of its tensors, with raw gates or (extend) those that SGLang computed.
 
         ``dtype`` (None: as recorded) is that of tokens, raw gates and states.
@@ -43,6 +45,13 @@ class Recording:
         gates = LogGates(g=t["g"].float(), beta=t["beta"].float()) if log_gates else raw
         if self.phase == "decode":
             return DecodeCall(q=t["q"], k=t["k"], v=t["v"], gates=gates, states=states, slots=t["slots"])
+        if self.phase == "verify":
+            rows, draft = t["q"].shape[:2]
+            nodes = states.new_full((rows, draft, *states.shape[1:]), torch.nan)
+            return VerifyCall(
+                q=t["q"], k=t["k"], v=t["v"], gates=raw, states=states, slots=t["slots"], intermediates=nodes,
+                rows=torch.arange(rows, device=device, dtype=torch.int32), parents=t.get("parents"),
+            )  # fmt: skip
         lengths = tuple(int(n) for n in self.tensors["cu_seqlens"].diff())
         return ExtendCall(
             q=t["q"], k=t["k"], v=t["v"], gates=gates, states=states, slots=t["slots"],

@@ -167,6 +167,11 @@ _PARITY = tuple(
     Engine(name=name, plugin=plugin, settings=settings, engine=EAGER, flags=("--record", f"{{work}}/recorded-{name}"))
     for name, plugin, settings in (("off", "off", ()), ("flashinfer", "on", FLASHINFER), ("triton", "on", TRITON))
 )
+#: Calls of verify: of trees, and of chains.
+_PARITY_DRAFTS = tuple(
+    Engine(name=name, plugin="off", engine=engine, flags=("--record", f"{{work}}/recorded-{name}"))
+    for name, engine in (("trees", (*_NGRAM, *EAGER)), ("chains", _NEXTN))
+)
 
 SUITES = {
     "small": Suite(
@@ -219,5 +224,11 @@ SUITES = {
             "engine_parity.py", *(f"{{work}}/recorded-{name}" for name in _all(*_PARITY)), "--out",
             "{out}/engine_parity.json",
         ),),
+    ),
+    "parity_drafts": Suite(
+        engines=_PARITY_DRAFTS, documents={"parity_drafts_runs": _all(*_PARITY_DRAFTS)}, scripts=tuple(
+            ("engine_parity.py", f"{{work}}/recorded-{name}", "--out", f"{{out}}/engine_parity_{name}.json")
+            for name in _all(*_PARITY_DRAFTS)
+        ),
     ),
 }  # fmt: skip

@@ -29,7 +29,7 @@ load_plugins()
 from qwen35.adapters.sglang import seam
 from qwen35.adapters.sglang.seams import installed_release, release_seam
 print(json.dumps({
-    "hooked": [name for name in ("packed_decode", "decode", "extend") if hasattr(getattr(Dispatcher, name), "__wrapped__")],
+    "hooked": [name for name in ("packed_decode", "decode", "extend", "target_verify") if hasattr(getattr(Dispatcher, name), "__wrapped__")],
     "differences": seam.differences(release_seam(installed_release()).targets),
 }))
 """  # noqa: E501
@@ -43,7 +43,7 @@ def test_a_scheduler_hooks_the_recorder_and_the_plugin_still_finds_its_targets(t
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     said = json.loads(done.stdout.splitlines()[-1])
-    assert said == {"hooked": ["packed_decode", "decode", "extend"], "differences": []}
+    assert said == {"hooked": ["packed_decode", "decode", "extend", "target_verify"], "differences": []}
 
 
 def decode_call(seed: int) -> DecodeCall:

@@ -16,11 +16,14 @@ from engine_extras import bring_extras
 from engine_recorder import Recorder
 from engine_recording import recordings
 from qwen35.container import adapter
-from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, LogGates, RawGates
+from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, LogGates, RawGates, VerifyCall
 
 H, HV, K, V, N = 2, 4, 8, 6, 7
 #: Sequences of the recorded extend; slot 0 is SGLang's own, the last row a padding one.
 LENGTHS, SLOTS = (3, 5), (4, 2)
+#: Draft tokens of a recorded verify; SGLang leaves the root's parent undefined.
+DRAFT, UNDEFINED = 3, 77
+TREES = [[UNDEFINED, 0, 0], [UNDEFINED, 0, 1], [UNDEFINED, 0, 1]]
 
 
 class Layer:
@@ -72,6 +75,31 @@ class Layer:
             cache_indices=torch.tensor(slots, dtype=torch.int32),
         ))  # fmt: skip
 
+    def verify(self, slots: tuple[int, ...], parents: list[list[int]] | None) -> None:
+        rows, given_gates = len(slots), {"A_log": self.layer.A_log, "dt_bias": self.layer.dt_bias}
+        packed, a, b = self.tokens(rows * DRAFT)
+        q, k, v = (x[None] for x in split(packed))
+        buffer = torch.full((N, DRAFT + 1, HV, V, K), torch.nan)
+
+        def kernel(_: Any, *, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, ssm_states: Tensor,
+                   cache_indices: Tensor, **given: Any) -> Tensor:  # fmt: skip
+            q, k, v = (x[0].unflatten(0, (rows, DRAFT)) for x in (q, k, v))
+            gates = RawGates(a=a.view(rows, DRAFT, HV), b=b.view(rows, DRAFT, HV), **given_gates)
+            links = given["retrieve_parent_token"]
+            tree = None if links is None else torch.where(torch.arange(DRAFT) == 0, -1, links).to(torch.int32)
+            call = VerifyCall(q=q, k=k, v=v, gates=gates, states=ssm_states, slots=cache_indices, parents=tree,
+                              intermediates=given["intermediate_states_buffer"][:, :DRAFT],
+                              rows=given["intermediate_state_indices"])  # fmt: skip
+            return self.rule.verify(call).flatten(0, 1)[None]
+
+        self.inside(a, b, lambda: self.recorder.around_verify(
+            kernel, None, q=q, k=k, v=v, a=a, b=b, **given_gates, ssm_states=self.states,
+            cache_indices=torch.tensor(slots, dtype=torch.int32), cache_steps=DRAFT,
+            query_start_loc=torch.arange(rows + 1, dtype=torch.int32) * DRAFT, intermediate_states_buffer=buffer,
+            intermediate_state_indices=torch.randperm(N, generator=self.source)[:rows].to(torch.int32),
+            retrieve_parent_token=None if parents is None else torch.tensor(parents),
+        ))  # fmt: skip
+
     def inside(self, a: Tensor, b: Tensor, call: Any) -> None:
         """As RadixLinearAttention.forward calls its backend."""
         self.recorder.around_layer(lambda *_: call(), self.layer, None, torch.empty(0), a, b)
@@ -91,12 +119,16 @@ def recorded(folder: Path, seed: int, calls: int = 2) -> None:
         layer.extend(LENGTHS, SLOTS)
         for _ in range(3):
             layer.decode((*SLOTS, -1))
+        layer.verify((0, -1, -1), None)  # warm-up
+        for parents in (None, TREES):
+            layer.verify((*SLOTS, -1), parents)
 
 
 def test_the_first_real_calls_of_each_layer_and_phase_are_recorded(tmp_path: Path, seed: int) -> None:
     recorded(tmp_path, seed)
     found = [(one.layer, one.phase, one.number, one.tokens) for one in recordings(tmp_path)]
     per_layer = [("decode", 0, 3), ("decode", 1, 3), ("extend", 0, sum(LENGTHS))]
+    per_layer += [("verify", i, len(SLOTS) * DRAFT) for i in (0, 1)]
     assert found == [(layer, *rest) for layer in (1, 5) for rest in per_layer]
 
 
@@ -108,7 +140,8 @@ def test_recorded_calls_repeat_what_was_served(tmp_path: Path, seed: int) -> Non
         real = out[: len(SLOTS)] if one.phase == "decode" else out
         torch.testing.assert_close(real, one.tensors["out"][: real.shape[0]], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(states, one.tensors["after"], rtol=1e-5, atol=1e-5)
-        assert not torch.equal(one.tensors["before"], one.tensors["after"]), "the pool was recorded before the call"
+        if one.phase != "verify":  # which leaves the pool alone
+            assert not torch.equal(one.tensors["before"], one.tensors["after"]), "the pool was recorded before the call"
 
 
 def test_a_right_adapter_is_near_the_oracle_and_a_wrong_one_is_not(tmp_path: Path, seed: int) -> None:
@@ -122,7 +155,7 @@ def test_a_right_adapter_is_near_the_oracle_and_a_wrong_one_is_not(tmp_path: Pat
     assert set(said) >= {"device", "versions", "created", "command"}
     assert list(said["refused"]) == ["nobody"]
     by = {(row["phase"], row["layer"], row["who"]): row for row in said["error"]}
-    for phase in ("decode", "extend"):
+    for phase in ("decode", "extend", "verify"):
         for layer in (1, 5):
             for who in ("served", "reference"):
                 assert by[phase, layer, who]["out"]["max"] < 1e-5, (phase, layer, who)
@@ -130,7 +163,7 @@ def test_a_right_adapter_is_near_the_oracle_and_a_wrong_one_is_not(tmp_path: Pat
             assert by[phase, layer, "wrong"]["out"]["median"] == pytest.approx(0.25, rel=1e-3)
     assert by["extend", 1, engine_parity.ROUNDED]["out"]["max"] < 1e-5, "these gates were not rounded"
     assert [(row["phase"], row["layer"]) for row in said["drift"]] == [
-        (phase, layer) for phase in ("decode", "extend") for layer in (1, 5)
+        (phase, layer) for phase in ("decode", "extend", "verify") for layer in (1, 5)
     ]
     assert all(row["out"]["median"] > 0.1 for row in said["drift"]), "two engines with nothing in common"
 
