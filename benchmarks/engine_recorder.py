@@ -23,7 +23,8 @@ DISPATCHER = "sglang.srt.layers.attention.linear.gdn_backend.GDNKernelDispatcher
 LAYER = "sglang.srt.layers.radix_linear_attention.RadixLinearAttention.forward"
 
 #: The layer that runs and its raw gates: a dispatcher's extend is given neither.
-_RUNNING: ContextVar[tuple[Any, Tensor, Tensor] | None] = ContextVar("running", default=None)
+_Running = tuple[Any, Tensor, Tensor]
+_RUNNING: ContextVar[_Running | None] = ContextVar("running", default=None)
 
 
 class Recorder:
@@ -78,43 +79,36 @@ class Recorder:
 
         Kept are rows of sequences only, [B, T, ...], and as "after" the states behind each draft token.
         """
-        running, states = _RUNNING.get(), given["ssm_states"]
-        rows, draft = given["query_start_loc"].shape[0] - 1, given["cache_steps"]
-        if running is None or not self._wanted(running[0].layer_id, "verify") or _capturing(states):
+        states, rows, draft = given["ssm_states"], given["query_start_loc"].shape[0] - 1, given["cache_steps"]
+        slots = given["cache_indices"][:rows]
+        found = self._recorded("verify", states, slots)
+        if found is None:
             return original(dispatcher, **given)
-        slots = given["cache_indices"][:rows].to(torch.int64)
+        (layer, _, _), used = found
         real = slots > 0
-        used = torch.unique(slots[real])
-        if not used.numel():
-            return original(dispatcher, **given)
 
         def by_row(x: Tensor) -> Tensor:
             return x.reshape(rows, draft, *x.shape[-1 if x.dim() < 4 else -2 :])[real]
 
         kept = {name: by_row(given[name]).clone() for name in ("q", "k", "v", "a", "b")}
         kept |= {name: given[name].detach().clone() for name in ("A_log", "dt_bias")}
-        kept |= {"before": states[used].clone(), "slots": torch.searchsorted(used, slots[real]).to(torch.int32)}
-        parents = given["retrieve_parent_token"]
-        if parents is not None:
-            kept["parents"] = parents[:rows][real].to(torch.int32, copy=True)
-            kept["parents"][:, 0] = -1  # SGLang leaves the root's undefined
+        kept |= {"before": states[used].clone(), "slots": torch.searchsorted(used, slots[real], out_int32=True)}
+        if given["retrieve_parent_token"] is not None:
+            kept["links"] = given["retrieve_parent_token"][:rows][real]
         out = original(dispatcher, **given)
         buffer, places = given["intermediate_states_buffer"], given["intermediate_state_indices"][:rows]
         kept |= {"out": by_row(out), "after": buffer[places[real].to(torch.int64), :draft]}
-        self._write(running[0].layer_id, "verify", kept)
+        self._write(layer.layer_id, "verify", kept)
         return out
 
     def _around(self, phase: str, call: Callable[[], Any], tokens: dict[str, Tensor], states: Tensor, slots: Tensor,
                 offsets: Tensor | None = None) -> Any:  # fmt: skip
-        running = _RUNNING.get()
-        if running is None or not self._wanted(running[0].layer_id, phase) or _capturing(states):
-            return call()
         sequences = tokens["q"].shape[0] if offsets is None else offsets.shape[0] - 1
-        slots = slots[:sequences].to(torch.int64)
-        used = torch.unique(slots[slots > 0])
-        if not used.numel():  # warm-up: every row is padding or in the slot that SGLang reserves
+        slots = slots[:sequences]
+        found = self._recorded(phase, states, slots)
+        if found is None:
             return call()
-        layer, a, b = running
+        (layer, a, b), used = found
         real = sequences if offsets is None else int(offsets[-1])
         raw = {"a": a, "b": b} | tokens  # a decode is given gates of its own: its layer's may still be packed
         raw |= {name: raw[name].reshape(-1, raw[name].shape[-1]) for name in ("a", "b")}
@@ -123,14 +117,23 @@ class Recorder:
         kept["before"] = states[used].clone()
         result = call()
         out = result if phase == "decode" else result[0]
-        places = torch.searchsorted(used, slots)
+        places = torch.searchsorted(used, slots, out_int32=True)
         kept |= {
-            "after": states[used], "out": out[0][:real], "slots": torch.where(slots > 0, places, -1).to(torch.int32),
+            "after": states[used], "out": out[0][:real], "slots": torch.where(slots > 0, places, -1),
         }  # fmt: skip
         if offsets is not None:
             kept["cu_seqlens"] = offsets
         self._write(layer.layer_id, phase, kept)
         return result
+
+    def _recorded(self, phase: str, states: Tensor, slots: Tensor) -> tuple[_Running, Tensor] | None:
+        """The layer that runs, and the slots that its call names, in order; None where the call is not to be recorded,
+        or is warm-up: every row is padding or in the slot that SGLang reserves."""
+        running = _RUNNING.get()
+        if running is None or not self._wanted(running[0].layer_id, phase) or _capturing(states):
+            return None
+        used = torch.unique(slots[slots > 0])
+        return (running, used) if used.numel() else None
 
     def _wanted(self, layer: int, phase: str) -> bool:
         chosen = self._layers is None or layer in self._layers

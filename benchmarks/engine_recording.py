@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from qwen35.adapters.sglang.seam_calls import tree_parents
 from qwen35.ports.gated_delta_rule import DecodeCall, ExtendCall, LogGates, RawGates, VerifyCall
 
 #: Tokens, and the gates as projected.
@@ -47,10 +48,12 @@ class Recording:
             return DecodeCall(q=t["q"], k=t["k"], v=t["v"], gates=gates, states=states, slots=t["slots"])
         if self.phase == "verify":
             rows, draft = t["q"].shape[:2]
+            links = t.get("links")
             nodes = states.new_full((rows, draft, *states.shape[1:]), torch.nan)
             return VerifyCall(
                 q=t["q"], k=t["k"], v=t["v"], gates=raw, states=states, slots=t["slots"], intermediates=nodes,
-                rows=torch.arange(rows, device=device, dtype=torch.int32), parents=t.get("parents"),
+                rows=torch.arange(rows, device=device, dtype=torch.int32),
+                parents=None if links is None else tree_parents(links),
             )  # fmt: skip
         lengths = tuple(int(n) for n in self.tensors["cu_seqlens"].diff())
         return ExtendCall(

@@ -3,10 +3,11 @@
     python benchmarks/engine_suite.py small --out DIR [--gpus 2] [--only off,triton] [--budget 580] [--list]
     python benchmarks/engine_suite.py throughput --out DIR [--rounds 15] [--traces 3] [--measures 8] [--after FILE]
 
-Suites: small, radix, refresh, shadow, defaults, throughput, fusion (two GPUs), spec, parity; engine_suites.py has
-what they run. DIR gets a result and a log of each engine, and the documents ``engine_NAME.json`` that are to be
-committed. An engine that fails or takes longer than its limit is recorded in them and stops no other. Results that
-are there already are not made again, so a suite that was cut off, or that --budget ended, goes on where it was.
+Suites: small, radix, refresh, shadow, defaults, throughput, fusion (two GPUs), spec, parity, parity_drafts;
+engine_suites.py has what they run. DIR gets a result and a log of each engine, and the documents ``engine_NAME.json``
+that are to be committed. An engine that fails or takes longer than its limit is recorded in them and stops no other.
+Results that are there already are not made again, so a suite that was cut off, or that --budget ended, goes on where it
+was.
 """
 
 from __future__ import annotations

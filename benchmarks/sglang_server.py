@@ -120,10 +120,10 @@ def main() -> int:
     parser.add_argument("--set", nargs="*", default=[], metavar="SETTING=VALUE")
     parser.add_argument("--engine", nargs="*", default=[], metavar="ARGUMENT=VALUE")
     asked_for = parser.parse_args()
-    ports = ["port=31000", "log_level=info"]
+    defaults = ["port=31000", "log_level=info"]
     args = sglang_engine.parser().parse_args([
         "run", asked_for.model, "--out", asked_for.out, "--set", *asked_for.set,
-        "--engine", *ports, *asked_for.engine,
+        "--engine", *defaults, *asked_for.engine,
     ])  # fmt: skip
     found = run(args)
     if asked_for.against:

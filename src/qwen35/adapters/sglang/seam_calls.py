@@ -145,12 +145,12 @@ def verify_call(
     return VerifyCall(
         q=q, k=k, v=v, gates=_raw(a, b, A_log, dt_bias, tuple(v.shape[:3])), states=states, slots=slots[:batch],
         intermediates=intermediates, rows=others["intermediate_state_indices"][:batch],
-        parents=None if parents is None else _parents(parents[:batch]),
+        parents=None if parents is None else tree_parents(parents[:batch]),
     )  # fmt: skip
 
 
-def _parents(links: Tensor) -> Tensor:
-    """SGLang leaves the root's parent undefined; ours is -1, the pool's state."""
+def tree_parents(links: Tensor) -> Tensor:
+    """``links`` [B, T] as int32. SGLang leaves the root's parent undefined; ours is -1, the pool's state."""
     parents = links.to(torch.int32, copy=True)
     parents[:, 0] = -1
     return parents
